@@ -1,0 +1,220 @@
+"""What ranks do together. The only module that imports horovod.
+
+:class:`HorovodCollectives` is the real one, :class:`OneProcess` the same for a single process
+without Horovod, for unit tests and for counting calls.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain import process
+from hvdtrain.errors import UsageError
+
+Gradient = tf.Tensor | tf.IndexedSlices
+GradientReducer = Callable[[Sequence[Gradient]], list[Gradient]]
+
+_REDUCE_OPS = ("average", "sum")
+_COMPRESSIONS = ("none", "fp16")
+
+
+class Collectives(Protocol):
+    """Operations that every rank has to call, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def cross_rank(self) -> int: ...
+    @property
+    def cross_size(self) -> int: ...
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Each array summed over ranks; shapes and dtypes must be the same on every rank."""
+
+    def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
+        """Overwrites the variables with those of ``root_rank``."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The picklable value of each rank, in rank order."""
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+
+    def gradient_reducer(
+        self, *, name: str, op: str, compression: str, groups: int | None, sparse_as_dense: bool
+    ) -> GradientReducer:
+        """A function that reduces the gradients of one step across ranks; it works inside a tf.function."""
+
+    def all_true(self, value: tf.Tensor) -> tf.Tensor:
+        """A scalar that is true where it is true on every rank; it works inside a tf.function."""
+
+
+class HorovodCollectives:
+    """Ring allreduce and its kin over MPI, NCCL or Gloo, whichever Horovod was started with."""
+
+    def __init__(self, launcher: process.Launcher):
+        # Imported here, not above: loading Horovod's library takes time and needs MPI's.
+        import horovod.tensorflow as hvd
+
+        with process.horovod_start_environment(launcher):
+            hvd.init()
+        self._hvd = hvd
+        if hvd.size() != launcher.size:
+            raise UsageError(
+                f"{launcher.name} started {launcher.size} ranks, but MPI connects {hvd.size()}: each would train alone. "
+                "Launch with the mpirun of the MPI that Horovod was built with (see python -m hvdtrain doctor)."
+            )
+
+    @property
+    def rank(self) -> int:
+        return self._hvd.rank()
+
+    @property
+    def size(self) -> int:
+        return self._hvd.size()
+
+    @property
+    def local_rank(self) -> int:
+        return self._hvd.local_rank()
+
+    @property
+    def local_size(self) -> int:
+        return self._hvd.local_size()
+
+    @property
+    def cross_rank(self) -> int:
+        return self._hvd.cross_rank()
+
+    @property
+    def cross_size(self) -> int:
+        return self._hvd.cross_size()
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if self.size == 1 or not arrays:
+            return [np.array(array) for array in arrays]
+        tensors = [tf.constant(array) for array in arrays]
+        # A tensor without elements has nothing to reduce, and Horovod would wait for it.
+        results = {
+            i: self._hvd.allreduce(tensor, op=self._hvd.Sum, name=f"hvdtrain_sum_{i}")
+            for i, tensor in enumerate(tensors)
+            if tf.size(tensor) > 0
+        }
+        return [results[i].numpy() if i in results else np.array(array) for i, array in enumerate(arrays)]
+
+    def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
+        if self.size > 1 and variables:
+            self._hvd.broadcast_variables(list(variables), root_rank=root_rank)
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value] if self.size == 1 else self._hvd.allgather_object(value, name="hvdtrain_allgather")
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            self._hvd.barrier()
+
+    def gradient_reducer(
+        self, *, name: str, op: str, compression: str, groups: int | None, sparse_as_dense: bool
+    ) -> GradientReducer:
+        check_reducer_options(op, compression, groups)
+        hvd = self._hvd
+        from horovod.tensorflow.keras import DistributedOptimizer
+
+        reduce_op = {"average": hvd.Average, "sum": hvd.Sum}[op]
+        # Keras 3 calls none of the hooks of Horovod's optimizer, but its reduction is whole: it is
+        # made around an optimizer that never applies anything.
+        horovod_optimizer = DistributedOptimizer(
+            tf.keras.optimizers.SGD(),
+            name=f"Distributed_{name}",
+            compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression],
+            op=reduce_op,
+            groups=groups,
+        )
+
+        def reduce(gradients: Sequence[Gradient]) -> list[Gradient]:
+            reduced: list[Any] = [None] * len(gradients)
+            dense: list[int] = []
+            for i, gradient in enumerate(gradients):
+                if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense:
+                    # Not in a group with others: Horovod 0.28.1 then mixes up their dense shapes.
+                    reduced[i] = hvd.allreduce(gradient, op=reduce_op)
+                else:
+                    dense.append(i)
+            if groups is not None and groups > len(dense):
+                raise UsageError(
+                    f"groups must be at most the number of dense gradients. Received: {groups} for {len(dense)}"
+                )
+            tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
+            # The second argument only gives the number of variables.
+            for i, tensor in zip(dense, horovod_optimizer._allreduce_grads(tensors, tensors), strict=True):
+                reduced[i] = tensor
+            return reduced
+
+        return reduce
+
+    def all_true(self, value: tf.Tensor) -> tf.Tensor:
+        flag = self._hvd.allreduce(tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true")
+        return tf.cast(flag, tf.bool)
+
+
+class OneProcess:
+    """The collectives of a single process: every operation is the identity."""
+
+    rank = 0
+    size = 1
+    local_rank = 0
+    local_size = 1
+    cross_rank = 0
+    cross_size = 1
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [np.array(array) for array in arrays]
+
+    def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
+        pass
+
+    def allgather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        pass
+
+    def gradient_reducer(
+        self, *, name: str, op: str, compression: str, groups: int | None, sparse_as_dense: bool
+    ) -> GradientReducer:
+        check_reducer_options(op, compression, groups)
+        return list
+
+    def all_true(self, value: tf.Tensor) -> tf.Tensor:
+        return value
+
+
+def check_reducer_options(op: str, compression: str, groups: int | None) -> None:
+    """Raises UsageError where an option breaks its rule."""
+    if op not in _REDUCE_OPS:
+        raise UsageError(f"op must be one of {', '.join(_REDUCE_OPS)}. Received: {op!r}")
+    if compression not in _COMPRESSIONS:
+        raise UsageError(f"compression must be one of {', '.join(_COMPRESSIONS)}. Received: {compression!r}")
+    if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+        raise UsageError(f"groups must be None or a whole number of at least 1. Received: {groups!r}")
+
+
+def mpi_is_up() -> bool:
+    """True when Horovod talks over MPI in this process."""
+    import horovod.tensorflow as hvd
+
+    return bool(hvd.mpi_enabled())
+
+
+def build_facts() -> dict[str, bool]:
+    """How Horovod was built."""
+    import horovod.tensorflow as hvd
+
+    return {"MPI": bool(hvd.mpi_built()), "Gloo": bool(hvd.gloo_built()), "NCCL": bool(hvd.nccl_built())}

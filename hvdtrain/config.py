@@ -1,0 +1,163 @@
+"""The configuration of a run: frozen, validated when it is built, the one source of --help."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def _option(default: Any, text: str, *, metavar: str | None = None, choices: tuple[str, ...] | None = None) -> Any:
+    """A field with the line that documents it in ``--help``."""
+    return dataclasses.field(default=default, metadata={"help": text, "metavar": metavar, "choices": choices})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything ``python -m hvdtrain train`` can be told. ``None`` means: the task's own default.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+
+    task: str = _option("digits", "what to train: the name of a built-in task", metavar="NAME")
+    data_dir: str | None = _option(None, "folder with the task's data files", metavar="DIR")
+    run_dir: str | None = _option(None, "folder for all that the run writes (default: runs/<task>)", metavar="DIR")
+    steps: int | None = _option(None, "updates to make; or give --epochs", metavar="N")
+    epochs: int | None = _option(None, "passes over the training data; or give --steps", metavar="N")
+    batch_size: int | None = _option(None, "samples per rank and micro-batch", metavar="N")
+    optimizer: str | None = _option(
+        None, "a Keras optimizer by name (sgd, adam, adamw, …), or momentum: SGD with momentum 0.9", metavar="NAME"
+    )
+    learning_rate: float | None = _option(None, "before --lr-scaling", metavar="X")
+    lr_scaling: str = _option(
+        "none", "multiply the learning rate by the number of ranks, its root, or 1", choices=("linear", "sqrt", "none")
+    )
+    warmup_steps: int = _option(0, "raise the learning rate linearly from 0 over the first N steps", metavar="N")
+    lr_decay: str = _option(
+        "none",
+        "exponential: times --lr-decay-rate every --lr-decay-steps; cosine: to 0 at the end",
+        choices=("none", "exponential", "cosine"),
+    )
+    lr_decay_rate: float = _option(0.1, "factor of --lr-decay exponential", metavar="X")
+    lr_decay_steps: int | None = _option(
+        None, "steps between two factors of --lr-decay exponential (default: a third of the run)", metavar="N"
+    )
+    clip_norm: float | None = _option(None, "largest global norm of the averaged gradient", metavar="X")
+    compression: str = _option("none", "how gradients travel between ranks", choices=("none", "fp16"))
+    accumulate: int = _option(1, "micro-batches per step, with one allreduce for all of them", metavar="K")
+    eval_every: int = _option(0, "steps between evaluations; 0: at the end of each epoch", metavar="N")
+    log_every: int = _option(10, "steps between log lines", metavar="N")
+    check_every: int = _option(500, "steps between comparisons of all variables across ranks; 0: only at the end")
+    seed: int = _option(0, "of the initial weights, the order of samples and dropout", metavar="N")
+    deterministic: bool = _option(False, "bit-equal runs: deterministic operations and a fixed order of sums")
+    threads: int | None = _option(None, "compute threads per rank (default: a fair share of the host's cores)")
+    steps_per_call: int = _option(1, "steps in one compiled call; more is faster for small models", metavar="K")
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "epochs", "batch_size", "accumulate", "log_every", "threads", "steps_per_call"):
+            _require(self, name, lambda value: value >= 1, "at least 1")
+        for name in ("warmup_steps", "eval_every", "check_every", "seed"):
+            _require(self, name, lambda value: value >= 0, "at least 0")
+        for name in ("learning_rate", "clip_norm", "lr_decay_rate"):
+            _require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+        _require(self, "lr_decay_steps", lambda value: value >= 1, "at least 1")
+        for field in dataclasses.fields(self):
+            choices = field.metadata["choices"]
+            if choices and getattr(self, field.name) not in choices:
+                raise _broken(field.name, "one of " + ", ".join(choices), getattr(self, field.name))
+        if self.steps is not None and self.epochs is not None:
+            raise UsageError(
+                f"--steps and --epochs exclude each other. Received: {self.steps} and {self.epochs}. Give one of them."
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values by field name, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def flag_of(name: str) -> str:
+    """``batch_size`` -> ``--batch-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def _broken(name: str, rule: str, received: object) -> UsageError:
+    return UsageError(f"{flag_of(name)} must be {rule}. Received: {received!r}")
+
+
+def _require(config: TrainConfig, name: str, holds: Callable[[Any], bool], rule: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not holds(value):
+        raise _broken(name, rule, value)
+
+
+def converted(name: str, value: Any) -> Any:
+    """A value from the command line or a TOML file as the type of its field.
+
+    Raises:
+        UsageError: the field does not exist or the value is not of its type.
+    """
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(TrainConfig)}
+    if name not in kinds:
+        raise UsageError(f"unknown key {name!r}. Known keys: {', '.join(sorted(kinds))}")
+    kind = kinds[name]
+    try:
+        if "bool" in kind:
+            if isinstance(value, bool):
+                return value
+            raise ValueError
+        if isinstance(value, bool):
+            raise ValueError
+        if "int" in kind:
+            if isinstance(value, float):
+                raise ValueError
+            return int(value)
+        if "float" in kind:
+            return float(value)
+        if not isinstance(value, str):
+            raise ValueError
+        return value
+    except ValueError:
+        words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
+        rule = next(text for word, text in words.items() if word in kind)
+        raise _broken(name, rule, value) from None
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The keys of a TOML file, named as the flags are (``batch-size`` or ``batch_size``).
+
+    Raises:
+        UsageError: the file cannot be read, is not TOML, or holds an unknown key or a wrong value.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config must name a readable TOML file. Received: {path!r} ({error})") from error
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"--config must be TOML. Received: {path!r}: {error}") from error
+    try:
+        return {key.replace("-", "_"): converted(key.replace("-", "_"), value) for key, value in table.items()}
+    except UsageError as error:
+        raise UsageError(f"in {path}: {error}") from None
+
+
+def build(flags: Mapping[str, Any], config_file: str | None) -> TrainConfig:
+    """A configuration from a TOML file and flags; flags win.
+
+    Raises:
+        UsageError: a value breaks its rule.
+    """
+    values = read_toml(config_file) if config_file is not None else {}
+    for name, value in flags.items():
+        values[name] = converted(name, value)
+    return TrainConfig(**values)

@@ -1,0 +1,31 @@
+"""The errors a user can meet, each with the exit code it ends the job with."""
+
+
+class HvdtrainError(Exception):
+    """A rule was broken; the message states the rule, what was received and what to do. Exit code 1."""
+
+    exit_code = 1
+
+
+class UsageError(HvdtrainError, ValueError):
+    """A flag, a configuration key or an argument is wrong. Exit code 64."""
+
+    exit_code = 64
+
+
+class DataError(HvdtrainError):
+    """Data or a checkpoint is missing or unusable. Exit code 65."""
+
+    exit_code = 65
+
+
+class DivergenceError(HvdtrainError):
+    """Replicas that must be equal are not. Exit code 70."""
+
+    exit_code = 70
+
+
+class DisagreementError(HvdtrainError):
+    """Ranks were started with different flags, versions, data or models. Exit code 78."""
+
+    exit_code = 78

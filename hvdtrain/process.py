@@ -1,0 +1,204 @@
+"""What this process is and has: launcher, cores, GPUs; the only reader of the environment.
+
+Nothing here starts MPI or Horovod. TensorFlow is imported only by :func:`import_tensorflow`.
+"""
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+# Lines that TensorFlow writes to stderr on every start and that no setting turns off: its absl
+# logging is not initialised in Python, so TF_CPP_MIN_LOG_LEVEL is not heeded (seen with 2.21).
+_CHATTER = (
+    "absl::InitializeLog()",
+    "oneDNN custom operations are on",
+    "Could not find cuda drivers",
+    "failed call to cuInit",
+    "This TensorFlow binary is optimized",
+    "To enable the following instructions",
+    "TF-TRT Warning",
+    "Unable to register cu",
+)
+
+# Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
+# Open MPI polls without pause: where ranks fill the cores, Horovod's background thread took a third
+# of the machine. Horovod looks for work every millisecond by default, as long as a small model's step.
+_MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+    """Who started this process, as far as the environment tells before MPI is up."""
+
+    name: str
+    """``horovodrun --gloo``, ``Open MPI``, ``PMI`` (Slurm, MPICH, Intel MPI) or ``none``."""
+    rank: int
+    size: int
+    local_size: int | None
+    """Ranks on this host; None where the launcher does not say."""
+    bound_to_cores: bool
+    """True when the launcher gave this rank cores of its own."""
+
+
+def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
+    """Reads the launcher's variables (default: of this process)."""
+    env = os.environ if env is None else env
+    bound = "OMPI_MCA_orte_bound_at_launch" in env or "SLURM_CPUS_PER_TASK" in env
+
+    def number(*names: str) -> int | None:
+        return next((int(env[name]) for name in names if env.get(name, "").isdigit()), None)
+
+    for name, rank_names, size_names, local_size_names in (
+        ("horovodrun --gloo", ["HOROVOD_RANK"], ["HOROVOD_SIZE"], ["HOROVOD_LOCAL_SIZE"]),
+        ("Open MPI", ["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_SIZE"], ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        ("PMI", ["PMI_RANK", "PMIX_RANK"], ["PMI_SIZE"], ["MPI_LOCALNRANKS"]),
+        ("Slurm", ["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_STEP_TASKS_PER_NODE"]),
+    ):
+        rank = number(*rank_names)
+        if rank is not None and (name != "Slurm" or number(*size_names) is not None):
+            return Launcher(name, rank, number(*size_names) or 1, number(*local_size_names), bound)
+    return Launcher("none", 0, 1, 1, False)
+
+
+def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:
+    """The variables to set before TensorFlow, MPI and Horovod start; never one that is set already."""
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", **_MPI_DEFAULTS}
+    if (Path(environment_root) / "lib" / "libmpi.so.40").exists():
+        # Open MPI's wheel was configured for another folder; only its mpirun finds that out by itself.
+        defaults["OPAL_PREFIX"] = environment_root
+    return {name: value for name, value in defaults.items() if name not in env}
+
+
+def prepare_environment() -> None:
+    """Sets the defaults for this process. Calling it again changes nothing."""
+    os.environ.update(environment_defaults(os.environ, sys.prefix))
+
+
+@contextmanager
+def horovod_start_environment(launcher: Launcher) -> Iterator[None]:
+    """What Horovod is to read while it starts.
+
+    One process without a launcher needs no MPI, and ``MPI_Init`` alone fails on many sites, so that
+    Horovod starts with Gloo. The variables that say so must not outlive the start: a launcher
+    called from this process would hand them on, and each of its ranks would believe to be alone.
+    """
+    chosen = {} if launcher.name != "none" else {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    chosen = {name: value for name, value in chosen.items() if name not in os.environ}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del os.environ[name]
+
+
+def settings() -> dict[str, str]:
+    """The environment's values that decide speed, as they stand now."""
+    names = [*_MPI_DEFAULTS, "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CPU_OPERATIONS", "CUDA_VISIBLE_DEVICES"]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def fix_fusion() -> None:
+    """Keeps Horovod from choosing by timing which tensors share a buffer.
+
+    With three or more ranks a ring adds each element in an order that depends on its place in the
+    buffer, so that runs would differ in the last bit.
+    """
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+
+
+def host_name() -> str:
+    """The name this host goes by."""
+    return socket.gethostname()
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_rank(cores: int, local_size: int, bound_to_cores: bool) -> int:
+    """A fair share of the host's cores, at least 1."""
+    return cores if bound_to_cores else max(1, cores // local_size)
+
+
+def choose_gpu(num_gpus: int, local_rank: int, local_size: int) -> int | None:
+    """The GPU of a rank: by local rank; ranks beyond the number of GPUs share them in turn.
+
+    A launcher that shows each rank only its own GPU (one visible, several ranks) is respected: the
+    visible one is taken.
+
+    Returns:
+        The index among the visible GPUs, or None where there is none.
+    """
+    assert 0 <= local_rank < local_size
+    return local_rank % num_gpus if num_gpus else None
+
+
+@contextmanager
+def without_chatter() -> Iterator[None]:
+    """Holds back what is written to stderr, C++ included, then passes on all but TensorFlow's greetings."""
+    sys.stderr.flush()
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            held.seek(0)
+            for line in held.read().decode(errors="replace").splitlines(keepends=True):
+                if not any(sign in line for sign in _CHATTER):
+                    sys.stderr.write(line)
+
+
+def import_tensorflow() -> None:
+    """Imports TensorFlow and lets it look for its devices, without the dozen lines it prints there."""
+    if "tensorflow" in sys.modules:
+        return
+    prepare_environment()
+    with without_chatter():
+        import tensorflow as tf
+
+        tf.config.list_physical_devices()
+
+
+def configure_devices(local_rank: int, local_size: int, threads: int | None, bound_to_cores: bool) -> str:
+    """Pins this rank's GPU, lets its memory grow, and divides the host's cores among its ranks.
+
+    Returns:
+        The device this rank computes on: ``GPU:1`` or ``CPU``.
+    """
+    import tensorflow as tf
+
+    gpus: Sequence[object] = tf.config.list_physical_devices("GPU")
+    index = choose_gpu(len(gpus), local_rank, local_size)
+    if index is not None:
+        tf.config.set_visible_devices(gpus[index], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[index], True)
+    count = threads or threads_per_rank(usable_cores(), local_size, bound_to_cores)
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(count)
+        tf.config.threading.set_inter_op_parallelism_threads(max(2, math.ceil(count / 2)))
+    except RuntimeError:
+        # The caller has used TensorFlow before init(): its thread pools exist and stay as they are.
+        if threads is not None:
+            raise
+    with without_chatter():
+        tf.config.list_logical_devices()
+    return "CPU" if index is None else f"GPU:{index}"
+
+
+def versions() -> dict[str, str]:
+    """Of everything whose difference between ranks would change results."""
+    names = ("hvdtrain", "tensorflow", "keras", "horovod", "numpy")
+    return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}

