@@ -98,16 +98,20 @@ class HorovodCollectives:
         return self._hvd.cross_size()
 
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        if self.size == 1 or not arrays:
-            return [np.array(array) for array in arrays]
-        tensors = [tf.constant(array) for array in arrays]
-        # A tensor without elements has nothing to reduce, and Horovod would wait for it.
-        results = {
-            i: self._hvd.allreduce(tensor, op=self._hvd.Sum, name=f"hvdtrain_sum_{i}")
-            for i, tensor in enumerate(tensors)
-            if tf.size(tensor) > 0
-        }
-        return [results[i].numpy() if i in results else np.array(array) for i, array in enumerate(arrays)]
+        arrays = [np.asarray(array) for array in arrays]
+        if self.size == 1:
+            return [array.copy() for array in arrays]
+        # One message for each dtype: the time of a small one is all latency.
+        totals: list[np.ndarray] = list(arrays)
+        for dtype in sorted({str(array.dtype) for array in arrays}):
+            members = [i for i, array in enumerate(arrays) if str(array.dtype) == dtype]
+            flat = np.concatenate([arrays[i].ravel() for i in members])
+            if flat.size:
+                flat = self._hvd.allreduce(tf.constant(flat), op=self._hvd.Sum, name=f"hvdtrain_sum_{dtype}").numpy()
+            ends = np.cumsum([arrays[i].size for i in members])
+            for i, end in zip(members, ends, strict=True):
+                totals[i] = flat[end - arrays[i].size : end].reshape(arrays[i].shape)
+        return totals
 
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         if self.size > 1 and variables:

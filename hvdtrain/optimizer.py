@@ -1,15 +1,28 @@
 """``hvd.DistributedOptimizer``, working on Keras 3."""
 
+import dataclasses
+import statistics
+import time
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain import runtime
-from hvdtrain.collectives import Collectives
+from hvdtrain.collectives import Collectives, GradientReducer
 from hvdtrain.errors import UsageError
 
-_COLLECTIVES = "_hvdtrain_collectives"
+_ATTRIBUTE = "_hvdtrain_distribution"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Distribution:
+    """What a distributed optimizer carries."""
+
+    collectives: Collectives
+    reduce: GradientReducer
+    bytes_per_value: int | None
+    """On the wire; None: those of the gradient's dtype."""
 
 
 def DistributedOptimizer(
@@ -49,20 +62,16 @@ def DistributedOptimizer(
         raise UsageError(f"{optimizer.name} is distributed already; wrap an optimizer once.")
     collectives = collectives or runtime.current().collectives
     for leaf in _leaves(optimizer):
-        _reduce_before_clipping(
-            leaf,
-            collectives,
-            op=op,
-            compression=compression,
-            groups=groups,
-            sparse_as_dense=sparse_as_dense,
+        reduce = collectives.gradient_reducer(
+            name=leaf.name, op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense
         )
+        _reduce_before_clipping(leaf, _Distribution(collectives, reduce, 2 if compression == "fp16" else None))
     return optimizer
 
 
 def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
     """True when the optimizer reduces its gradients across ranks."""
-    return any(hasattr(leaf, _COLLECTIVES) for leaf in _leaves(optimizer))
+    return any(hasattr(leaf, _ATTRIBUTE) for leaf in _leaves(optimizer))
 
 
 def _leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
@@ -75,16 +84,48 @@ def _leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Opti
     return [optimizer]
 
 
-def _reduce_before_clipping(optimizer: Any, collectives: Collectives, **options: Any) -> None:
-    reduce = collectives.gradient_reducer(name=optimizer.name, **options)
+def _reduce_before_clipping(optimizer: Any, distribution: _Distribution) -> None:
     clip = optimizer._clip_gradients
 
     def reduce_then_clip(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        return clip(reduce(gradients))
+        return clip(distribution.reduce(gradients))
 
     # On the object, not on a subclass: Keras writes an optimizer's class into a saved model.
     optimizer._clip_gradients = reduce_then_clip
-    setattr(optimizer, _COLLECTIVES, collectives)
+    setattr(optimizer, _ATTRIBUTE, distribution)
+
+
+def gradient_bytes(optimizer: keras.optimizers.Optimizer) -> int:
+    """The bytes of gradients that a rank hands to the allreduce at each update, sparse ones as if dense."""
+    total = 0
+    for leaf in _leaves(optimizer):
+        width = getattr(leaf, _ATTRIBUTE).bytes_per_value
+        for variable in leaf._trainable_variables:
+            total += variable.value.shape.num_elements() * (width or tf.as_dtype(variable.dtype).size)
+    return total
+
+
+def communication_ms(optimizer: keras.optimizers.Optimizer, repeats: int = 7) -> float:
+    """The median time of reducing gradients of this optimizer's shapes and nothing else.
+
+    What a step would wait if nothing of it were hidden. Every rank has to call it.
+    """
+    leaves = [leaf for leaf in _leaves(optimizer) if leaf._trainable_variables]
+    if getattr(leaves[0], _ATTRIBUTE).collectives.size == 1:
+        return 0.0
+    gradients = [[tf.zeros(v.shape, v.dtype) for v in leaf._trainable_variables] for leaf in leaves]
+
+    @tf.function
+    def reduce_all() -> list[tf.Tensor]:
+        return [getattr(leaf, _ATTRIBUTE).reduce(each) for leaf, each in zip(leaves, gradients, strict=True)]
+
+    reduce_all()
+    times_ms = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        reduce_all()
+        times_ms.append(1000 * (time.perf_counter() - began_s))
+    return statistics.median(times_ms)
 
 
 _check_finite_here = keras.optimizers.LossScaleOptimizer.check_finite
@@ -96,8 +137,10 @@ def _check_finite_on_every_rank(self: Any, gradients: list[tf.Tensor]) -> tf.Ten
     Rank 0 overflows and skips; rank 1 does not, reduces its gradients, and waits for rank 0 for ever.
     """
     finite = _check_finite_here(self, gradients)
-    collectives = getattr(_leaves(self)[0], _COLLECTIVES, None)
-    return finite if collectives is None or collectives.size == 1 else collectives.all_true(finite)
+    distribution = getattr(_leaves(self)[0], _ATTRIBUTE, None)
+    if distribution is None or distribution.collectives.size == 1:
+        return finite
+    return distribution.collectives.all_true(finite)
 
 
 # On the class: model.compile() makes a LossScaleOptimizer of its own around a distributed optimizer.

@@ -1,0 +1,89 @@
+"""An error ends the job on every rank, with its cause told once."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from hvdtrain import process
+from hvdtrain.collectives import Collectives
+from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError
+
+Result = TypeVar("Result")
+
+
+class JobFailed(HvdtrainError):
+    """An error that one rank met and that every rank now raises."""
+
+    def __init__(self, message: str, *, exit_code: int, rank: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.rank = rank
+
+
+def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Result:
+    """Runs a local action on all ranks; where it fails on one, it fails on all, with the same error.
+
+    Rank 1 cannot read its data and goes; without this, rank 0 would wait in its next collective for ever.
+
+    Raises:
+        JobFailed: on every rank, with the lowest failing rank's message.
+    """
+    result: Result | None = None
+    failed: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failed = error
+    report = None if failed is None else (describe(failed), exit_code_of(failed))
+    reports = collectives.allgather(report)
+    for rank, each in enumerate(reports):
+        if each is not None:
+            message, exit_code = each
+            raise JobFailed(message, exit_code=exit_code, rank=rank) from failed
+    return result  # type: ignore[return-value]
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The documented exit code of an error: 1 for any that is not ours."""
+    return error.exit_code if isinstance(error, HvdtrainError) else 1
+
+
+def describe(error: BaseException) -> str:
+    """The message of an error of ours; of any other its class and traceback too, for it is not ours to interpret."""
+    if isinstance(error, HvdtrainError):
+        return str(error)
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+
+
+def end_job(error: Exception, collectives: Collectives | None, step: int | None = None) -> NoReturn:
+    """Tells the cause once and ends this process with the error's exit code.
+
+    An error that every rank raises is told by one of them, and all end together. One that this rank
+    alone has met ends the process at once, without waiting for the others: the launcher ends them.
+    """
+    code = exit_code_of(error)
+    if collectives is None or collectives.size == 1:
+        _write(f"hvdtrain: {describe(error)}")
+        raise SystemExit(code)
+    if isinstance(error, JobFailed | DisagreementError | DivergenceError):
+        speaker = error.rank if isinstance(error, JobFailed) else 0
+        if collectives.rank == speaker:
+            _write(f"hvdtrain: rank {speaker} (host {process.host_name()}): {error}")
+        collectives.barrier()  # a launcher kills all ranks when the first one ends: not before it was told
+        raise SystemExit(code)
+    where = "" if step is None else f" at step {step}"
+    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    _write(
+        f"hvdtrain: rank {collectives.rank} (host {process.host_name()}) failed{where}: {cause}\n"
+        + "".join(traceback.format_exception(error)).rstrip()
+    )
+    os._exit(code)
+
+
+def _write(text: str) -> None:
+    # One write: launchers tag and mix the output of ranks line by line.
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,157 @@
+"""One training job from its configuration: task, model, trainer, run directory, in this order."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdtrain import process, replicas, runtime
+from hvdtrain.config import TrainConfig
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.failure import end_job, on_every_rank
+from hvdtrain.optimizer import DistributedOptimizer
+from hvdtrain.run_directory import RunDirectory, open_run_directory
+from hvdtrain.sampling import SamplePlan
+from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
+from hvdtrain.tasks import Data, Task, load_task
+from hvdtrain.trainer import Trainer
+
+# May differ between ranks: folders and cores are a host's own.
+_OWN_TO_A_RANK = ("data_dir", "run_dir", "threads")
+
+
+def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
+    """Trains, or tells every rank why this one cannot.
+
+    Args:
+        config: None where this rank's command line was refused.
+        refused: why.
+
+    Returns:
+        The exit code.
+    """
+    collectives = None
+    trainer: Trainer | None = None
+    try:
+        runtime.init(
+            threads=config.threads if config else None, deterministic=config.deterministic if config else False
+        )
+        collectives = runtime.current().collectives
+
+        def own_config() -> TrainConfig:
+            if refused is not None:
+                raise refused
+            assert config is not None
+            return config
+
+        config = on_every_rank(own_config, collectives)
+        shared = {f"--{name}": value for name, value in config.as_dict().items() if name not in _OWN_TO_A_RANK}
+        replicas.require_agreement("configuration and versions", {**shared, **process.versions()}, collectives)
+        runtime.init(seed=config.seed)
+        task, data = on_every_rank(lambda: _read(config), collectives)
+        config = with_task_defaults(config, task)
+        run_directory = open_run_directory(collectives.rank, Path(config.run_dir or f"runs/{config.task}"))
+        trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory), collectives)
+        on_every_rank(lambda: run_directory.start(config.as_dict()), collectives)
+        run_directory.reporter.started(_facts(config, trainer))
+        summary = {"task": config.task, **trainer.fit()}
+        on_every_rank(lambda: run_directory.finish(trainer.model, summary), collectives)
+        run_directory.reporter.finished(summary)
+    except Exception as error:
+        end_job(error, collectives, None if trainer is None else trainer.step)
+    return 0
+
+
+def with_task_defaults(config: TrainConfig, task: Task) -> TrainConfig:
+    """Fills in what the command line left to the task."""
+    defaults: dict[str, Any] = {
+        name: getattr(task, name) for name in ("batch_size", "optimizer", "learning_rate") if getattr(config, name) is None
+    }
+    if config.steps is None and config.epochs is None:
+        defaults["epochs"] = task.epochs
+    return dataclasses.replace(config, **defaults)
+
+
+def make_optimizer(config: TrainConfig, num_ranks: int, total_steps: int) -> keras.optimizers.Optimizer:
+    """The optimizer that a configuration names, distributed; numbers left open are filled in already.
+
+    Raises:
+        UsageError: Keras has no optimizer of that name.
+    """
+    assert config.optimizer is not None and config.learning_rate is not None
+    learning_rate: Any = scaled_learning_rate(config.learning_rate, config.lr_scaling, num_ranks)
+    if config.warmup_steps or config.lr_decay != "none":
+        learning_rate = WarmUpThenDecay(
+            learning_rate,
+            warmup_steps=config.warmup_steps,
+            decay=config.lr_decay,
+            decay_rate=config.lr_decay_rate,
+            decay_steps=config.lr_decay_steps or max(1, total_steps // 3),
+            total_steps=total_steps,
+            micro_batches_per_step=config.accumulate,
+        )
+    options: dict[str, Any] = {"learning_rate": learning_rate, "global_clipnorm": config.clip_norm}
+    if config.accumulate > 1:
+        options["gradient_accumulation_steps"] = config.accumulate
+    name = config.optimizer
+    if name == "momentum":
+        name = "sgd"
+        options["momentum"] = 0.9
+    try:
+        optimizer = keras.optimizers.get({"class_name": name, "config": options})
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"--optimizer must be momentum or the name of a Keras optimizer (sgd, adam, adamw, …). Received: {name!r} "
+            f"({str(error).splitlines()[0]})"
+        ) from error
+    return DistributedOptimizer(optimizer, compression=config.compression)
+
+
+def _read(config: TrainConfig) -> tuple[Task, Data]:
+    task = load_task(config.task)
+    return task, task.read_data(Path(config.data_dir) if config.data_dir else None)
+
+
+def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: RunDirectory) -> Trainer:
+    assert config.batch_size is not None
+    num_ranks = runtime.current().topology.size
+    plan = SamplePlan(
+        num_samples=data.training.num_samples,
+        batch_size=config.batch_size,
+        size=num_ranks,
+        accumulate=config.accumulate,
+    )
+    total_steps = config.steps or (config.epochs or 0) * plan.steps_per_epoch
+    model = task.make_model()
+    model.compile(
+        optimizer=make_optimizer(config, num_ranks, total_steps), loss=task.loss(), metrics=task.metrics()
+    )
+    return Trainer(
+        model,
+        data.training,
+        data.evaluation,
+        batch_size=config.batch_size,
+        steps=total_steps,
+        seed=config.seed,
+        accumulate=config.accumulate,
+        steps_per_call=config.steps_per_call,
+        log_every=config.log_every,
+        eval_every=config.eval_every,
+        check_every=config.check_every,
+        reporter=run_directory.reporter,
+    )
+
+
+def _facts(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
+    topology = runtime.current().topology
+    assert config.learning_rate is not None
+    rate = scaled_learning_rate(config.learning_rate, config.lr_scaling, topology.size)
+    return {
+        "task": f"{config.task}, {trainer.model.count_params():,} parameters",
+        "ranks": f"{topology.size} on {topology.cross_size} host(s), started by {topology.launcher}, "
+        f"{topology.threads} thread(s) each, rank 0 on {topology.device}",
+        "global batch": f"{trainer.plan.global_batch_size} samples, {trainer.plan.steps_per_epoch} steps an epoch, "
+        f"{trainer.total_steps} steps in all",
+        "learning rate": f"{rate:g} ({config.optimizer}, decay {config.lr_decay}, warm-up {config.warmup_steps} steps)",
+    }

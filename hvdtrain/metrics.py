@@ -1,0 +1,28 @@
+"""Metrics over all ranks: the sums behind them are reduced, not the ratios."""
+
+from typing import Any
+
+import keras
+
+from hvdtrain.collectives import Collectives
+
+
+def reduced_results(model: keras.Model, collectives: Collectives) -> dict[str, float]:
+    """The model's loss and metrics over what every rank has seen since they were last reset.
+
+    Exact on uneven shards, also for metrics with vector state such as AUC: the state of a Keras
+    metric is made of sums. This rank's own state is left as it was. Every rank has to call it.
+    """
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    local = [variable.numpy() for variable in variables]
+    for variable, total in zip(variables, collectives.sum(local), strict=True):
+        variable.assign(total)
+    try:
+        return {name: float(value) for name, value in _scalars(model.get_metrics_result()).items()}
+    finally:
+        for variable, value in zip(variables, local, strict=True):
+            variable.assign(value)
+
+
+def _scalars(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if keras.ops.ndim(value) == 0}

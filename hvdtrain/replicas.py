@@ -1,0 +1,129 @@
+"""Equal replicas: broadcast at the start, comparisons before and during training."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain import runtime
+from hvdtrain.collectives import Collectives
+from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
+
+# Far from any number of draws that a run makes, so that the streams of two ranks do not meet.
+_SEED_STRIDE = 0x9E3779B9
+
+
+def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> None:
+    """Gives every rank rank 0's variables of the model and its optimizer; call it before the first step.
+
+    Builds the optimizer. Each rank keeps a random stream of its own for dropout, derived from rank 0's.
+
+    Raises:
+        UsageError: the model is not built or not compiled.
+    """
+    collectives = collectives or runtime.current().collectives
+    if not model.built or getattr(model, "optimizer", None) is None:
+        raise UsageError(
+            f"model {model.name!r} must be built and compiled before its variables are broadcast: give its first "
+            "layer an Input, or call the model once on a batch."
+        )
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    collectives.broadcast([variable.value for variable in [*model.variables, *model.optimizer.variables]])
+    _separate_random_streams(model, collectives.rank)
+
+
+def _separate_random_streams(model: keras.Model, rank: int) -> None:
+    weights = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
+    for variable in model.variables:
+        if id(variable) not in weights:  # Keras: variables are weights, metrics and the states of seed generators
+            state = variable.numpy()
+            state[0] = (int(state[0]) + rank * _SEED_STRIDE) % (int(np.iinfo(state.dtype).max) + 1)
+            variable.assign(state)
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """A digest of the model's weights in order: equal digests mean bit-identical weights."""
+    digest = hashlib.sha256()
+    for variable in model.weights:
+        digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
+    return digest.hexdigest()
+
+
+def structure(model: keras.Model) -> dict[str, str]:
+    """What two replicas of a model must share: each variable's path, shape and dtype."""
+    variables = [("model", model.weights), ("optimizer", model.optimizer.variables)]
+    return {
+        f"{owner} variable {i}": f"{variable.path} {tuple(variable.shape)} {variable.dtype}"
+        for owner, group in variables
+        for i, variable in enumerate(group)
+    }
+
+
+def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collectives) -> None:
+    """Compares facts over ranks; every rank has to call it.
+
+    Raises:
+        DisagreementError: on every rank, with the difference, where a fact is not the same everywhere.
+    """
+    all_facts = collectives.allgather(dict(facts))
+    differences = []
+    for key in sorted({key for each in all_facts for key in each}):
+        by_value: dict[str, list[int]] = {}
+        for rank, each in enumerate(all_facts):
+            by_value.setdefault(repr(each.get(key, "missing")), []).append(rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            differences.append(f"{key}: {values}")
+    if differences:
+        more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
+        raise DisagreementError(
+            f"all ranks must have the same {what}. Received: {'; '.join(differences[:5])}{more}. "
+            "Start every rank with the same command, code and files."
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def share_statistics(model: keras.Model, collectives: Collectives) -> None:
+    """Averages what training updates outside of the gradients, such as BatchNorm's moving statistics.
+
+    Only float weights that differ between ranks are touched: frozen ones keep their bits.
+    """
+    if collectives.size == 1:
+        return
+    weights = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
+    digests = collectives.allgather([_digest(variable) for variable in weights])
+    differing = [v for i, v in enumerate(weights) if len({each[i] for each in digests}) > 1]
+    totals = collectives.sum([variable.numpy() for variable in differing])
+    for variable, total in zip(differing, totals, strict=True):
+        variable.assign(total / collectives.size)
+
+
+def _digest(variable: keras.Variable) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(variable.numpy()).tobytes()).digest()
+
+
+def require_equal_replicas(model: keras.Model, collectives: Collectives, step: int) -> None:
+    """Compares all weights and optimizer variables over ranks; every rank has to call it.
+
+    Raises:
+        DivergenceError: on every rank, naming the rank and the variable that differ.
+    """
+    share_statistics(model, collectives)
+    variables = [*model.weights, *model.optimizer.variables]
+    digests = collectives.allgather([_digest(variable) for variable in variables])
+    for i, variable in enumerate(variables):
+        values = [each[i] for each in digests]
+        # The most common value is taken for the right one; among equals, the lowest rank's.
+        usual = max(values, key=values.count)
+        others = [rank for rank, value in enumerate(values) if value != usual]
+        if others:
+            raise DivergenceError(
+                f"replicas must be equal. At step {step} variable {variable.path!r} of {_ranks(others)} differs from "
+                "the other ranks'. Something on that rank changed it outside of the optimizer, or its memory failed."
+            )

@@ -1,0 +1,111 @@
+"""The global order of samples and each rank's slice of it; no TensorFlow here.
+
+The order is a function of seed and epoch alone. The global batch of a step is the next
+``global_batch_size`` samples of that order, cut into equal slices in rank order, so that any number
+of ranks with the same global batch sees the same samples at the same step.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from hvdtrain.errors import UsageError
+
+REMAINDERS = ("pad", "drop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The samples of one rank in one global micro-batch, as a range of positions in the epoch's order."""
+
+    start: int
+    count: int
+    weight: float
+    """Of each sample in the loss, so that the mean over ranks is the mean over the samples."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplePlan:
+    """Who trains on what, for one rank of several.
+
+    A step is ``accumulate`` micro-batches of ``batch_size`` samples on each rank. Rule for the last
+    samples of an epoch, which fill no step:
+
+    * ``pad``: they are shared out evenly over ranks and micro-batches. Each counts once; a rank left
+      without one gets a sample of weight zero. The mean loss is exact.
+    * ``drop``: they are left out of this epoch (another order, other samples in the next).
+
+    Raises:
+        UsageError: fewer samples than ranks, or a rule that cannot be kept.
+    """
+
+    num_samples: int
+    batch_size: int
+    rank: int = 0
+    size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    accumulate: int = 1
+    remainder: str = "pad"
+
+    def __post_init__(self) -> None:
+        if self.remainder not in REMAINDERS:
+            raise UsageError(f"remainder must be one of {', '.join(REMAINDERS)}. Received: {self.remainder!r}")
+        for name in ("batch_size", "accumulate", "size"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1. Received: {getattr(self, name)}")
+        if self.num_samples < self.size:
+            raise UsageError(
+                f"there must be at least one sample for each rank. Received: {self.num_samples} samples for "
+                f"{self.size} ranks. Use fewer ranks or more data."
+            )
+        if self.steps_per_epoch == 0:
+            raise UsageError(
+                f"remainder='drop' leaves nothing: {self.num_samples} samples, {self.global_batch_size} in a step. "
+                "Lower --batch-size, or use remainder='pad'."
+            )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in one full step over all ranks."""
+        return self.batch_size * self.size * self.accumulate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (1 if rest and self.remainder == "pad" else 0)
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The epoch's order: sample numbers, shape ``[num_samples]``, int64; equal on every rank."""
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        return np.random.Generator(np.random.Philox([self.seed, epoch])).permutation(self.num_samples)
+
+    def slices(self, step: int) -> list[Slice]:
+        """This rank's micro-batches in a step of an epoch, one :class:`Slice` each."""
+        first = step * self.global_batch_size
+        samples = min(self.global_batch_size, self.num_samples - first)
+        parts = self.size * self.accumulate
+        result = []
+        for micro_batch in range(self.accumulate):
+            part = micro_batch * self.size + self.rank
+            start, end = part * samples // parts, (part + 1) * samples // parts
+            count = end - start
+            # Each rank's loss is a mean over its samples, the reduced gradient a mean over parts.
+            weight = count * parts / samples
+            result.append(Slice(first + start, count, weight) if count else Slice(first, 1, 0.0))
+        return result
+
+    def epoch_slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All micro-batches of an epoch: starts, counts (int64) and weights (float32), each one-dimensional."""
+        slices = [part for step in range(self.steps_per_epoch) for part in self.slices(step)]
+        return (
+            np.array([part.start for part in slices], dtype=np.int64),
+            np.array([part.count for part in slices], dtype=np.int64),
+            np.array([part.weight for part in slices], dtype=np.float32),
+        )
+
+
+def shard(num_samples: int, rank: int, size: int) -> range:
+    """A rank's samples where each is looked at once and steps need not be equal, as in evaluation."""
+    return range(rank * num_samples // size, (rank + 1) * num_samples // size)

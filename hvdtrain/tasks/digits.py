@@ -1,0 +1,57 @@
+"""The 1,797 real handwritten digits, 8x8 pixels, that scikit-learn ships.
+
+Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+Repository, 1998 (its test set).
+"""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+from keras import layers
+
+from hvdtrain.data import Arrays
+from hvdtrain.tasks import Data, Task
+
+NUM_TEST = 360
+_SPLIT_SEED = 1998
+
+
+def read_data(data_dir: Path | None) -> Data:
+    """1,437 training and 360 test images; the split never changes. The images come with scikit-learn."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
+    labels = digits.target.astype(np.int32)
+    order = np.random.Generator(np.random.Philox(_SPLIT_SEED)).permutation(len(labels))
+    test, training = order[:NUM_TEST], order[NUM_TEST:]
+    return Data(Arrays(images[training], labels[training]), Arrays(images[test], labels[test]))
+
+
+def make_model() -> keras.Model:
+    """Two convolutions and a dense layer, 38,866 parameters."""
+    return keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(56, activation="relu"),
+            layers.Dense(10),
+        ],
+        name="digits",
+    )
+
+
+TASK = Task(
+    make_model=make_model,
+    read_data=read_data,
+    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    optimizer="adam",
+    learning_rate=2e-3,
+    batch_size=32,
+    epochs=12,
+)
