@@ -81,7 +81,7 @@ def training_dataset(source: Arrays, plan: SamplePlan, *, first_step: int = 0) -
 
     epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int64).max)
     dataset = epochs.flat_map(one_epoch).skip(skipped_steps * plan.accumulate)
-    return _with_options(dataset.map(batch, num_parallel_calls=1, deterministic=True))
+    return _with_options(dataset.map(batch))
 
 
 def evaluation_dataset(source: Arrays, batch_size: int, rank: int, size: int) -> tf.data.Dataset:

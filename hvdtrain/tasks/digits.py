@@ -53,5 +53,5 @@ TASK = Task(
     optimizer="adam",
     learning_rate=2e-3,
     batch_size=32,
-    epochs=12,
+    epochs=24,
 )

@@ -1,0 +1,48 @@
+"""A GradientTape loop made distributed: every line that is new is marked with (hvd).
+
+    launch/run horovodrun -np 2 python examples/custom_loop.py
+"""
+
+import hvdtrain  # (hvd) before TensorFlow, so that its start is quiet
+
+topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod; one GPU and a share of the cores for each rank
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+from hvdtrain.data import training_dataset
+from hvdtrain.sampling import SamplePlan
+from hvdtrain.tasks import digits
+
+STEPS = 300
+
+data = digits.read_data(None)
+plan = SamplePlan(  # (hvd) one global order of samples; this rank's part of each global batch
+    num_samples=data.training.num_samples, batch_size=32, rank=topology.rank, size=topology.size, seed=1
+)
+model = digits.make_model()
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(2e-3))  # (hvd) averages the gradients
+model.compile(optimizer=optimizer, loss=loss)
+hvdtrain.broadcast(model)  # (hvd) rank 0's initial weights for everyone
+
+
+@tf.function
+def train_step(images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    with tf.GradientTape() as tape:
+        value = loss(labels, model(images, training=True), sample_weight=weights)
+    gradients = tape.gradient(value, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+    return value
+
+
+for step, batch in enumerate(training_dataset(data.training, plan).take(STEPS), start=1):
+    value = train_step(*batch)
+    if step % 50 == 0 and topology.rank == 0:  # (hvd) one rank prints
+        print(f"step {step} loss {float(value):.4f}")
+
+if topology.rank == 0:  # (hvd)
+    images, labels = next(iter(tf.data.Dataset.from_tensors(data.evaluation.batch_reader()(tf.range(360))[:2])))
+    accuracy = keras.metrics.sparse_categorical_accuracy(labels, model(images))
+    print(f"test accuracy {float(tf.reduce_mean(accuracy)):.3f} after training on {topology.size} rank(s)")

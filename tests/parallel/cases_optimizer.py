@@ -1,0 +1,283 @@
+"""On every rank: gradients are averaged on Keras 3, and everything else sees the averaged gradient."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+
+import hvdtrain
+from hvdtrain import runtime
+
+TOPOLOGY = hvdtrain.init()
+RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
+COLLECTIVES = runtime.current().collectives
+BATCH = 8
+
+
+def own_slice(array, step: int):
+    """This rank's part of the global batch of a step."""
+    first = (step * SIZE + RANK) * BATCH
+    return array[first : first + BATCH]
+
+
+def global_batch(array, step: int):
+    return array[step * SIZE * BATCH : (step + 1) * SIZE * BATCH]
+
+
+def step(model: keras.Model, optimizer, x, y, loss_fn) -> None:
+    with tf.GradientTape() as tape:
+        value = loss_fn(y, model(x, training=True))
+    optimizer.apply_gradients(
+        zip(tape.gradient(value, model.trainable_variables), model.trainable_variables, strict=True)
+    )
+
+
+def assert_equal_on_all_ranks(arrays: list[np.ndarray]) -> None:
+    for rank, theirs in enumerate(COLLECTIVES.allgather(arrays)):
+        for i, (mine, other) in enumerate(zip(arrays, theirs, strict=True)):
+            assert np.array_equal(mine, other), f"array {i} differs between rank {RANK} and rank {rank}"
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum_decay": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.01),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.01),
+    "clipvalue": lambda: keras.optimizers.SGD(0.5, clipvalue=0.001),
+    "adamw_clip": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.1),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9),
+    "static_loss_scale": lambda: keras.optimizers.SGD(0.1, loss_scale_factor=8.0),
+    "dynamic_loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0),
+}
+if hasattr(keras.optimizers, "MultiOptimizer"):
+    # A factory given as a function is only known once the optimizer is built.
+    OPTIMIZERS["multi"] = lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01, global_clipnorm=0.01)}
+        )
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_one_process_on_the_whole_batch(name):
+    x, y = samples(3 * SIZE * BATCH)
+    ours, alone = dense_model(), dense_model()
+    optimizer, plain = hvdtrain.DistributedOptimizer(OPTIMIZERS[name]()), OPTIMIZERS[name]()
+    for number in range(3):
+        for model, each, cut in ((ours, optimizer, own_slice), (alone, plain, global_batch)):
+            batch_x, batch_y = cut(x, number), cut(y, number)
+            with tf.GradientTape() as tape:
+                value = each.scale_loss(loss()(batch_y, model(batch_x)))
+            gradients = tape.gradient(value, model.trainable_variables)
+            each.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    assert_equal_on_all_ranks(values(ours.weights) + values(optimizer.variables))
+    assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
+    floats = [v for v in zip(optimizer.variables, plain.variables, strict=True) if "float" in v[0].dtype]
+    assert relative_difference([a.numpy() for a, _ in floats], [b.numpy() for _, b in floats]) < 1e-4
+
+
+def shipped_optimizers() -> list[str]:
+    bases = {"Optimizer", "LossScaleOptimizer", "MultiOptimizer"}
+    members = vars(keras.optimizers).items()
+    return sorted(
+        name
+        for name, member in members
+        if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in bases
+    )
+
+
+@pytest.mark.parametrize("name", shipped_optimizers())
+def test_every_shipped_optimizer_in_fit(name):
+    """Each rank trains on its own samples; without averaging the replicas would part after one step."""
+    x, y = samples(64, seed=RANK)
+    model = dense_model()
+    model.compile(optimizer=hvdtrain.DistributedOptimizer(getattr(keras.optimizers, name)()), loss=loss())
+    before = values(model.weights)
+    model.fit(x, y, batch_size=32, epochs=1, shuffle=False, verbose=0)
+    assert any(not np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))
+    assert_equal_on_all_ranks(values(model.weights) + values(model.optimizer.variables))
+
+
+def test_tower_average_equals_ring_average():
+    """In-graph towers, one for each rank's batch, their gradients averaged by hand: the way of old."""
+    x, y = samples(SIZE * BATCH)
+    towers, ours = dense_model(), dense_model()
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def tower_gradients():
+        per_tower = []
+        for tower in range(SIZE):
+            part = slice(tower * BATCH, (tower + 1) * BATCH)
+            with tf.GradientTape() as tape:
+                value = loss()(y[part], towers(x[part]))
+            per_tower.append(tape.gradient(value, towers.trainable_variables))
+        return [tf.reduce_mean(tf.stack(each), axis=0) for each in zip(*per_tower, strict=True)]
+
+    keras.optimizers.SGD(0.1).apply(tower_gradients(), towers.trainable_variables)
+    step(ours, optimizer, own_slice(x, 0), own_slice(y, 0), loss())
+    assert relative_difference(values(ours.weights), values(towers.weights)) < 1e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradient_tape_loop(compiled):
+    x, y = samples(BATCH, seed=RANK)
+    model = dense_model()
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam())
+    optimizer.build(model.trainable_variables)
+
+    def run():
+        step(model, optimizer, x, y, loss())
+
+    run = tf.function(run) if compiled else run
+    for _ in range(2):
+        run()
+    assert_equal_on_all_ranks(values(model.weights))
+
+
+@pytest.mark.parametrize("groups", [None, 1, 2])
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients_beside_dense_ones(groups, sparse_as_dense):
+    """Two embeddings of other shapes: Horovod's own groups mix up their dense shapes."""
+
+    def make():
+        keras.utils.set_random_seed(3)
+        first, second = layers.Input((3,), dtype="int32"), layers.Input((2,), dtype="int32")
+        merged = layers.Concatenate()(
+            [layers.Flatten()(layers.Embedding(11, 4)(first)), layers.Flatten()(layers.Embedding(23, 5)(second))]
+        )
+        return keras.Model([first, second], layers.Dense(NUM_CLASSES)(layers.Dense(6)(merged)))
+
+    rng = np.random.default_rng(1)
+    a, b = rng.integers(0, 11, (SIZE * BATCH, 3)), rng.integers(0, 23, (SIZE * BATCH, 2))
+    y = rng.integers(0, NUM_CLASSES, SIZE * BATCH)
+    ours, alone = make(), make()
+    optimizer = hvdtrain.DistributedOptimizer(
+        keras.optimizers.SGD(0.5), groups=groups, sparse_as_dense=sparse_as_dense
+    )
+    step(ours, optimizer, [own_slice(a, 0), own_slice(b, 0)], own_slice(y, 0), loss())
+    step(alone, keras.optimizers.SGD(0.5), [a, b], y, loss())
+    assert_equal_on_all_ranks(values(ours.weights))
+    assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
+
+
+def test_variables_without_gradient():
+    x, y = samples(BATCH, seed=RANK)
+    model = dense_model()
+    unused = keras.Variable(np.ones(3, np.float32), name="unused")
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    with tf.GradientTape() as tape:
+        value = loss()(y, model(x))
+    variables = [*model.trainable_variables, unused]
+    optimizer.apply(tape.gradient(value, variables), variables)
+    assert_equal_on_all_ranks(values(model.weights))
+    assert np.array_equal(unused.numpy(), np.ones(3))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_one_reduction_for_all_micro_batches(accumulate, monkeypatch):
+    """Counts executed reductions, not traced ones, and compares with one process."""
+    executed = tf.Variable(0)
+    make_reducer = COLLECTIVES.gradient_reducer
+
+    def counting(**options):
+        reduce = make_reducer(**options)
+
+        def count_and_reduce(gradients):
+            executed.assign_add(1)
+            return reduce(gradients)
+
+        return count_and_reduce
+
+    monkeypatch.setattr(COLLECTIVES, "gradient_reducer", counting)
+    updates = 2
+    x, y = samples(updates * accumulate * SIZE * BATCH)
+    steps = 1 if accumulate == 1 else accumulate
+    options = {} if accumulate == 1 else {"gradient_accumulation_steps": steps}
+    model, alone = dense_model(), dense_model()
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05, **options))
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def run(batch_x, batch_y):
+        step(model, optimizer, batch_x, batch_y, loss())
+
+    plain = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05)
+    for number in range(updates * accumulate):
+        run(tf.constant(own_slice(x, number)), tf.constant(own_slice(y, number)))
+    for number in range(updates):
+        part = slice(number * accumulate * SIZE * BATCH, (number + 1) * accumulate * SIZE * BATCH)
+        step(alone, plain, x[part], y[part], loss())
+    assert int(executed) == updates
+    assert_equal_on_all_ranks(values(model.weights))
+    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-5
+
+
+@pytest.mark.parametrize("order", ["outside", "inside", "compile"])
+def test_overflow_on_one_rank_is_skipped_by_all(order):
+    """Without an agreement the finite rank waits for ever in the reduction; the kill timer would tell."""
+    model = dense_model()
+    if order == "outside":
+        optimizer = hvdtrain.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0)
+        )
+    elif order == "inside":
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)), initial_scale=64.0
+        )
+    else:
+        policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = dense_model()
+            model.compile(optimizer=hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss=loss())
+        finally:
+            keras.config.set_dtype_policy(policy)
+        optimizer = model.optimizer
+        assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    x, y = samples(BATCH, seed=RANK)
+    optimizer.build(model.trainable_variables)
+    scale_before = float(optimizer.dynamic_scale)
+
+    @tf.function
+    def run(factor):
+        with tf.GradientTape() as tape:
+            value = optimizer.scale_loss(loss()(y, model(x)))
+        gradients = [g * factor for g in tape.gradient(value, model.trainable_variables)]
+        optimizer.apply(gradients, model.trainable_variables)
+
+    before = values(model.weights)
+    run(tf.constant(np.inf if RANK == SIZE - 1 else 1.0, tf.float32))
+    assert all(np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))
+    assert float(optimizer.dynamic_scale) == scale_before / 2
+    run(tf.constant(1.0))
+    assert any(not np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))
+    assert_equal_on_all_ranks(values(model.weights) + values(optimizer.variables))
+
+
+def test_fp16_compression_is_close_and_equal():
+    x, y = samples(SIZE * BATCH)
+    ours, alone = dense_model(), dense_model()
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="fp16")
+    step(ours, optimizer, own_slice(x, 0), own_slice(y, 0), loss())
+    step(alone, keras.optimizers.SGD(0.1), x, y, loss())
+    assert_equal_on_all_ranks(values(ours.weights))
+    difference = relative_difference(values(ours.weights), values(alone.weights))
+    assert 0 < difference < 2e-3
+
+
+def test_sum_is_size_times_average():
+    x, y = samples(BATCH, seed=RANK)
+    summed, averaged = dense_model(), dense_model()
+    step(summed, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), op="sum"), x, y, loss())
+    step(averaged, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE)), x, y, loss())
+    assert relative_difference(values(summed.weights), values(averaged.weights)) < 1e-5
+
+
+def test_too_many_groups_is_refused_on_every_rank():
+    x, y = samples(BATCH)
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=99)
+    with pytest.raises(hvdtrain.errors.UsageError, match="99 for 4"):
+        step(dense_model(), optimizer, x, y, loss())
