@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain.data import training_dataset
+from hvdtrain.data import evaluation_dataset, training_dataset
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.tasks import digits
 
@@ -43,6 +43,6 @@ for step, batch in enumerate(training_dataset(data.training, plan).take(STEPS), 
         print(f"step {step} loss {float(value):.4f}")
 
 if topology.rank == 0:  # (hvd)
-    images, labels = next(iter(tf.data.Dataset.from_tensors(data.evaluation.batch_reader()(tf.range(360))[:2])))
-    accuracy = keras.metrics.sparse_categorical_accuracy(labels, model(images))
-    print(f"test accuracy {float(tf.reduce_mean(accuracy)):.3f} after training on {topology.size} rank(s)")
+    for images, labels in evaluation_dataset(data.evaluation, batch_size=360, rank=0, size=1):
+        accuracy = tf.reduce_mean(keras.metrics.sparse_categorical_accuracy(labels, model(images)))
+        print(f"test accuracy {float(accuracy):.3f} after training on {topology.size} rank(s)")

@@ -121,8 +121,8 @@ class HorovodCollectives:
         return [value] if self.size == 1 else self._hvd.allgather_object(value, name="hvdtrain_allgather")
 
     def barrier(self) -> None:
-        if self.size > 1:
-            self._hvd.barrier()
+        # Horovod's own barrier is not there for TensorFlow.
+        self.sum([np.zeros(1, np.float32)])
 
     def gradient_reducer(
         self, *, name: str, op: str, compression: str, groups: int | None, sparse_as_dense: bool

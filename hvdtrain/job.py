@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from hvdtrain import process, replicas, runtime
-from hvdtrain.config import TrainConfig
+from hvdtrain.config import TrainConfig, flag_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.failure import end_job, on_every_rank
 from hvdtrain.optimizer import DistributedOptimizer
@@ -46,7 +46,7 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
             return config
 
         config = on_every_rank(own_config, collectives)
-        shared = {f"--{name}": value for name, value in config.as_dict().items() if name not in _OWN_TO_A_RANK}
+        shared = {flag_of(name): value for name, value in config.as_dict().items() if name not in _OWN_TO_A_RANK}
         replicas.require_agreement("configuration and versions", {**shared, **process.versions()}, collectives)
         runtime.init(seed=config.seed)
         task, data = on_every_rank(lambda: _read(config), collectives)
