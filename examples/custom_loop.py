@@ -1,6 +1,6 @@
 """A GradientTape loop made distributed: every line that is new is marked with (hvd).
 
-    launch/run horovodrun -np 2 python examples/custom_loop.py
+launch/run horovodrun -np 2 python examples/custom_loop.py
 """
 
 import hvdtrain  # (hvd) before TensorFlow, so that its start is quiet
@@ -9,7 +9,6 @@ topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod; one GPU and a share of
 
 import keras
 import tensorflow as tf
-from keras import layers
 
 from hvdtrain.data import evaluation_dataset, training_dataset
 from hvdtrain.sampling import SamplePlan

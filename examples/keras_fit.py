@@ -1,6 +1,6 @@
 """A Keras script made distributed: every line that is new is marked with (hvd).
 
-    launch/run horovodrun -np 2 python examples/keras_fit.py
+launch/run horovodrun -np 2 python examples/keras_fit.py
 """
 
 import hvdtrain  # (hvd) before TensorFlow, so that its start is quiet

@@ -5,7 +5,7 @@ without Horovod, for unit tests and for counting calls.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain import process
 from hvdtrain.errors import UsageError
 
-Gradient = tf.Tensor | tf.IndexedSlices
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 GradientReducer = Callable[[Sequence[Gradient]], list[Gradient]]
 
 _REDUCE_OPS = ("average", "sum")
@@ -69,8 +69,8 @@ class HorovodCollectives:
         self._hvd = hvd
         if hvd.size() != launcher.size:
             raise UsageError(
-                f"{launcher.name} started {launcher.size} ranks, but MPI connects {hvd.size()}: each would train alone. "
-                "Launch with the mpirun of the MPI that Horovod was built with (see python -m hvdtrain doctor)."
+                f"{launcher.name} started {launcher.size} ranks, but MPI connects {hvd.size()}: each would train "
+                "alone. Launch with the mpirun of the MPI that Horovod was built with (see python -m hvdtrain doctor)."
             )
 
     @property
@@ -128,6 +128,8 @@ class HorovodCollectives:
         self, *, name: str, op: str, compression: str, groups: int | None, sparse_as_dense: bool
     ) -> GradientReducer:
         check_reducer_options(op, compression, groups)
+        if self.size == 1:
+            return list
         hvd = self._hvd
         from horovod.tensorflow.keras import DistributedOptimizer
 

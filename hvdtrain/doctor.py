@@ -1,14 +1,12 @@
-"""``python -m hvdtrain doctor``: what matters for a job on this machine, and the remedy for each thing that is wrong."""
+"""``python -m hvdtrain doctor``: what matters for a job on this machine, and a remedy for what is wrong."""
 
 import dataclasses
 import importlib.metadata
-import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -87,14 +85,18 @@ def find_horovod() -> list[Finding]:
     from hvdtrain import collectives
 
     built = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in collectives.build_facts().items())
-    findings = [Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else "rebuild it")]
+    findings = [
+        Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else "rebuild it")
+    ]
     required = [text for text in importlib.metadata.requires("horovod") or [] if text.startswith("tensorflow==")]
     expected = required[0].removeprefix("tensorflow==") if required else "unknown"
     findings.append(
         Finding(
             "Horovod built for",
             f"TensorFlow {expected}",
-            None if expected in (tf.__version__, "unknown") else f"TensorFlow here is {tf.__version__}: rebuild Horovod",
+            None
+            if expected in (tf.__version__, "unknown")
+            else f"TensorFlow here is {tf.__version__}: rebuild Horovod",
         )
     )
     gpus = tf.config.list_physical_devices("GPU")
@@ -136,7 +138,9 @@ def try_allreduce() -> list[Finding]:
     right = bool(np.all(total == topology.size))
     settings = ", ".join(f"{name}={value}" for name, value in process.settings().items())
     return [
-        Finding("cores", f"{process.usable_cores()} usable, {topology.threads} thread(s) a rank of {topology.local_size}"),
+        Finding(
+            "cores", f"{process.usable_cores()} usable, {topology.threads} thread(s) a rank of {topology.local_size}"
+        ),
         Finding("settings", settings),
         Finding(
             "allreduce",

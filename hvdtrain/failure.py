@@ -13,7 +13,7 @@ from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError
 Result = TypeVar("Result")
 
 
-class JobFailed(HvdtrainError):
+class JobError(HvdtrainError):
     """An error that one rank met and that every rank now raises."""
 
     def __init__(self, message: str, *, exit_code: int, rank: int):
@@ -28,7 +28,7 @@ def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Res
     Rank 1 cannot read its data and goes; without this, rank 0 would wait in its next collective for ever.
 
     Raises:
-        JobFailed: on every rank, with the lowest failing rank's message.
+        JobError: on every rank, with the lowest failing rank's message.
     """
     result: Result | None = None
     failed: Exception | None = None
@@ -41,7 +41,7 @@ def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Res
     for rank, each in enumerate(reports):
         if each is not None:
             message, exit_code = each
-            raise JobFailed(message, exit_code=exit_code, rank=rank) from failed
+            raise JobError(message, exit_code=exit_code, rank=rank) from failed
     return result  # type: ignore[return-value]
 
 
@@ -67,8 +67,8 @@ def end_job(error: Exception, collectives: Collectives | None, step: int | None 
     if collectives is None or collectives.size == 1:
         _write(f"hvdtrain: {describe(error)}")
         raise SystemExit(code)
-    if isinstance(error, JobFailed | DisagreementError | DivergenceError):
-        speaker = error.rank if isinstance(error, JobFailed) else 0
+    if isinstance(error, JobError | DisagreementError | DivergenceError):
+        speaker = error.rank if isinstance(error, JobError) else 0
         if collectives.rank == speaker:
             _write(f"hvdtrain: rank {speaker} (host {process.host_name()}): {error}")
         collectives.barrier()  # a launcher kills all ranks when the first one ends: not before it was told

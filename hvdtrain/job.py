@@ -38,59 +38,53 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
             threads=config.threads if config else None, deterministic=config.deterministic if config else False
         )
         collectives = runtime.current().collectives
-
-        def own_config() -> TrainConfig:
-            if refused is not None:
-                raise refused
-            assert config is not None
-            return config
-
-        config = on_every_rank(own_config, collectives)
-        shared = {flag_of(name): value for name, value in config.as_dict().items() if name not in _OWN_TO_A_RANK}
+        asked = on_every_rank(lambda: _accepted(config, refused), collectives)
+        shared = {flag_of(name): value for name, value in asked.as_dict().items() if name not in _OWN_TO_A_RANK}
         replicas.require_agreement("configuration and versions", {**shared, **process.versions()}, collectives)
-        runtime.init(seed=config.seed)
-        task, data = on_every_rank(lambda: _read(config), collectives)
-        config = with_task_defaults(config, task)
+        runtime.init(seed=asked.seed)
+        task, data = on_every_rank(lambda: _read(asked), collectives)
+        config = with_task_defaults(asked, task)
         run_directory = open_run_directory(collectives.rank, Path(config.run_dir or f"runs/{config.task}"))
         trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory), collectives)
         on_every_rank(lambda: run_directory.start(config.as_dict()), collectives)
         run_directory.reporter.started(_facts(config, trainer))
         summary = {"task": config.task, **trainer.fit()}
-        on_every_rank(lambda: run_directory.finish(trainer.model, summary), collectives)
+        on_every_rank(lambda: _finish(config, task, trainer.model, run_directory, summary), collectives)
         run_directory.reporter.finished(summary)
     except Exception as error:
         end_job(error, collectives, None if trainer is None else trainer.step)
     return 0
 
 
+def _accepted(config: TrainConfig | None, refused: HvdtrainError | None) -> TrainConfig:
+    if refused is not None:
+        raise refused
+    assert config is not None
+    return config
+
+
 def with_task_defaults(config: TrainConfig, task: Task) -> TrainConfig:
     """Fills in what the command line left to the task."""
     defaults: dict[str, Any] = {
-        name: getattr(task, name) for name in ("batch_size", "optimizer", "learning_rate") if getattr(config, name) is None
+        name: getattr(task, name)
+        for name in ("batch_size", "optimizer", "learning_rate")
+        if getattr(config, name) is None
     }
     if config.steps is None and config.epochs is None:
         defaults["epochs"] = task.epochs
     return dataclasses.replace(config, **defaults)
 
 
-def make_optimizer(config: TrainConfig, num_ranks: int, total_steps: int) -> keras.optimizers.Optimizer:
-    """The optimizer that a configuration names, distributed; numbers left open are filled in already.
+def make_optimizer(config: TrainConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
+    """The plain Keras optimizer that a configuration names.
+
+    Args:
+        learning_rate: a number or a schedule.
 
     Raises:
         UsageError: Keras has no optimizer of that name.
     """
-    assert config.optimizer is not None and config.learning_rate is not None
-    learning_rate: Any = scaled_learning_rate(config.learning_rate, config.lr_scaling, num_ranks)
-    if config.warmup_steps or config.lr_decay != "none":
-        learning_rate = WarmUpThenDecay(
-            learning_rate,
-            warmup_steps=config.warmup_steps,
-            decay=config.lr_decay,
-            decay_rate=config.lr_decay_rate,
-            decay_steps=config.lr_decay_steps or max(1, total_steps // 3),
-            total_steps=total_steps,
-            micro_batches_per_step=config.accumulate,
-        )
+    assert config.optimizer is not None
     options: dict[str, Any] = {"learning_rate": learning_rate, "global_clipnorm": config.clip_norm}
     if config.accumulate > 1:
         options["gradient_accumulation_steps"] = config.accumulate
@@ -99,13 +93,44 @@ def make_optimizer(config: TrainConfig, num_ranks: int, total_steps: int) -> ker
         name = "sgd"
         options["momentum"] = 0.9
     try:
-        optimizer = keras.optimizers.get({"class_name": name, "config": options})
+        return keras.optimizers.get({"class_name": name, "config": options})
     except (ValueError, TypeError) as error:
         raise UsageError(
             f"--optimizer must be momentum or the name of a Keras optimizer (sgd, adam, adamw, …). Received: {name!r} "
             f"({str(error).splitlines()[0]})"
         ) from error
-    return DistributedOptimizer(optimizer, compression=config.compression)
+
+
+def peak_learning_rate(config: TrainConfig) -> float:
+    """The learning rate after warm-up and before decay, scaled to the number of ranks."""
+    assert config.learning_rate is not None
+    return scaled_learning_rate(config.learning_rate, config.lr_scaling, runtime.current().topology.size)
+
+
+def _learning_rate(config: TrainConfig, total_steps: int) -> Any:
+    peak = peak_learning_rate(config)
+    if not config.warmup_steps and config.lr_decay == "none":
+        return peak
+    return WarmUpThenDecay(
+        peak,
+        warmup_steps=config.warmup_steps,
+        decay=config.lr_decay,
+        decay_rate=config.lr_decay_rate,
+        decay_steps=config.lr_decay_steps or max(1, total_steps // 3),
+        total_steps=total_steps,
+        micro_batches_per_step=config.accumulate,
+    )
+
+
+def _finish(
+    config: TrainConfig, task: Task, model: keras.Model, run_directory: RunDirectory, summary: dict[str, Any]
+) -> None:
+    run_directory.write_checkpoint(model, summary)
+    # The saved model has to open without hvdtrain, which a schedule of ours would need.
+    model.compile(
+        optimizer=make_optimizer(config, peak_learning_rate(config)), loss=task.loss(), metrics=task.metrics()
+    )
+    run_directory.finish(model, summary)
 
 
 def _read(config: TrainConfig) -> tuple[Task, Data]:
@@ -124,8 +149,11 @@ def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: Ru
     )
     total_steps = config.steps or (config.epochs or 0) * plan.steps_per_epoch
     model = task.make_model()
+    optimizer = make_optimizer(config, _learning_rate(config, total_steps))
     model.compile(
-        optimizer=make_optimizer(config, num_ranks, total_steps), loss=task.loss(), metrics=task.metrics()
+        optimizer=DistributedOptimizer(optimizer, compression=config.compression),
+        loss=task.loss(),
+        metrics=task.metrics(),
     )
     return Trainer(
         model,
@@ -145,13 +173,12 @@ def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: Ru
 
 def _facts(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
     topology = runtime.current().topology
-    assert config.learning_rate is not None
-    rate = scaled_learning_rate(config.learning_rate, config.lr_scaling, topology.size)
     return {
         "task": f"{config.task}, {trainer.model.count_params():,} parameters",
         "ranks": f"{topology.size} on {topology.cross_size} host(s), started by {topology.launcher}, "
         f"{topology.threads} thread(s) each, rank 0 on {topology.device}",
         "global batch": f"{trainer.plan.global_batch_size} samples, {trainer.plan.steps_per_epoch} steps an epoch, "
         f"{trainer.total_steps} steps in all",
-        "learning rate": f"{rate:g} ({config.optimizer}, decay {config.lr_decay}, warm-up {config.warmup_steps} steps)",
+        "learning rate": f"{peak_learning_rate(config):g} ({config.optimizer}, decay {config.lr_decay}, "
+        f"warm-up {config.warmup_steps} steps)",
     }

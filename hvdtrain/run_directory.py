@@ -23,8 +23,11 @@ class RunDirectory(Protocol):
     def start(self, config: Mapping[str, Any]) -> None:
         """Makes the folder ready and keeps the configuration in it."""
 
+    def write_checkpoint(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+        """Writes the model's weights and its optimizer's state."""
+
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
-        """Writes the last checkpoint, the model and the summary."""
+        """Writes the model and the summary."""
 
 
 class NoRunDirectory:
@@ -33,6 +36,9 @@ class NoRunDirectory:
     reporter: Reporter = NullReporter()
 
     def start(self, config: Mapping[str, Any]) -> None:
+        pass
+
+    def write_checkpoint(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         pass
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
@@ -63,11 +69,13 @@ class OwnedRunDirectory:
         if moved is not None:
             self.reporter.started({"earlier run": f"moved to {moved}"})
 
-    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+    def write_checkpoint(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         facts = {"step": summary["steps"], "weights_sha256": summary["weights_sha256"]}
         write_checkpoint(self._path / "checkpoints", model, facts)
+
+    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         aside = self._path / ".writing.keras"
-        model.save(aside, include_optimizer=False)
+        model.save(aside)
         aside.rename(self._path / "model.keras")
         write_text(self._path / "summary.json", json.dumps(summary, indent=2) + "\n")
 

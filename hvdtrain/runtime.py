@@ -65,9 +65,7 @@ def _start(threads: int | None, deterministic: bool) -> Runtime:
         tf.config.experimental.enable_op_determinism()
     launcher = process.find_launcher()
     collectives = HorovodCollectives(launcher)
-    device = process.configure_devices(
-        collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores
-    )
+    device = process.configure_devices(collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores)
     topology = Topology(
         rank=collectives.rank,
         size=collectives.size,

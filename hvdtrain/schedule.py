@@ -38,7 +38,7 @@ class WarmUpThenDecay(keras.optimizers.schedules.LearningRateSchedule):
         total_steps: int,
         micro_batches_per_step: int,
     ):
-        self._config = {
+        self._config: dict[str, Any] = {
             "peak": peak,
             "warmup_steps": warmup_steps,
             "decay": decay,

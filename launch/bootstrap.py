@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -24,16 +25,17 @@ LOCK = ROOT / ".venv.lock"
 UV_HOME = ROOT / ".venv.uv"
 INPUTS = ("pyproject.toml", "launch/horovod/pyproject.toml", "launch/horovod/backend.py", "launch/horovod/horovod.txt")
 SETTINGS = ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "MPI_HOME", "CXX")
-# TensorFlow is installed once and unpacked once more to build Horovod; measured: 5.4 GB at the peak.
-NEEDED_DISK_GB = 7
+# Measured: 2.4 GB in the package cache; the environment shares them where it lies on the same disk.
+NEEDED_DISK_GB = 5
 PROGRESS_EVERY_S = 15
+SHOWN_LINES_OF_FAILURE = 30
 
 
 def say(message: str) -> None:
     print(f"launch/run: {message}", file=sys.stderr, flush=True)
 
 
-def fail(rule: str, remedy: str) -> None:
+def fail(rule: str, remedy: str) -> NoReturn:
     say(rule)
     say(remedy)
     raise SystemExit(1)
@@ -82,51 +84,43 @@ def check_disk_space() -> None:
             fail(f"the environment needs {NEEDED_DISK_GB} GB of disk. Free in {folder}: {free_gb:.1f} GB.", remedy)
 
 
-class Progress:
-    """Says every few seconds what is going on, so that a build of minutes does not look like a hang."""
-
-    def __init__(self, what: str):
-        self._what = what
-        self._done = threading.Event()
-        self._started_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        while not self._done.wait(PROGRESS_EVERY_S):
-            say(f"{self._what} ({time.monotonic() - self._started_s:.0f} s)")
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._done.set()
-        self._thread.join()
-
-
-def run_step(what: str, command: list[str], log) -> None:
-    """Runs one step of the set-up; its output is shown and kept, its failure explained."""
+def run_step(what: str, command: list[str], log: TextIO) -> None:
+    """Runs one step of the set-up. Its output goes to the log; here it says every few seconds how far it is."""
     say(what)
-    tail: deque[str] = deque(maxlen=400)
+    lines: deque[str] = deque(maxlen=400)
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
     )
+    ended = threading.Event()
+    progress = threading.Thread(target=show_progress, args=(what, lines, ended))
+    progress.start()
     try:
-        with Progress(f"still {what[0].lower()}{what[1:]}"):
-            assert process.stdout is not None
-            for line in process.stdout:
-                sys.stderr.write(line)
-                log.write(line)
-                tail.append(line.lower())
-            process.wait()
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            lines.append(line)
+        process.wait()
     finally:
+        ended.set()
+        progress.join()
         if process.poll() is None:
             process.terminate()
     if process.returncode != 0:
-        explain("".join(tail), Path(log.name))
+        log.flush()
+        sys.stderr.writelines(list(lines)[-SHOWN_LINES_OF_FAILURE:])
+        explain("".join(lines).lower(), Path(log.name))
 
 
-def explain(output: str, log: Path) -> None:
+def show_progress(what: str, lines: deque[str], ended: threading.Event) -> None:
+    """A build of minutes must not look like a hang."""
+    began_s = time.monotonic()
+    while not ended.wait(PROGRESS_EVERY_S):
+        last = lines[-1].strip() if lines else ""
+        say(f"still {what[0].lower()}{what[1:]}: {time.monotonic() - began_s:.0f} s{'; ' if last else ''}{last[:80]}")
+
+
+def explain(output: str, log: Path) -> NoReturn:
+    """Ends the set-up with the reason that its output shows."""
     network = ("dns error", "failed to fetch", "error sending request", "connection", "name resolution", "timed out")
     if "no space left" in output:
         fail("the disk is full.", f"Free at least {NEEDED_DISK_GB} GB and call launch/run again.")
@@ -138,7 +132,7 @@ def explain(output: str, log: Path) -> None:
     fail(f"the set-up failed; all that was printed is in {log}.", "Mend what it names and call launch/run again.")
 
 
-def find_uv(log) -> list[str]:
+def find_uv(log: TextIO) -> list[str]:
     """The machine's uv, or one installed from PyPI into the checkout."""
     if uv := shutil.which("uv"):
         return [uv]
@@ -155,7 +149,7 @@ def find_uv(log) -> list[str]:
     return [str(own)]
 
 
-def make_environment(log) -> None:
+def make_environment(log: TextIO) -> None:
     check_compiler()
     check_disk_space()
     uv = find_uv(log)
@@ -164,7 +158,7 @@ def make_environment(log) -> None:
     run_step("Making the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
     install = [*uv, "pip", "install", "--python", str(VENV / "bin" / "python")]
     run_step(
-        "Installing TensorFlow and building Horovod for it (about 2 minutes on 2 cores)",
+        "Installing TensorFlow and building Horovod for it, about 2 minutes on 2 cores",
         [*install, "--editable", ".", "--group", "dev"],
         log,
     )

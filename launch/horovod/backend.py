@@ -93,8 +93,9 @@ def write_stand_ins(folder: Path) -> None:
 def nccl_home(folder: Path) -> Path:
     """A folder laid out as Horovod expects it: the wheel has no plain ``libnccl.so``."""
     spec = find_spec("nvidia.nccl")
-    assert spec is not None and spec.submodule_search_locations, "nvidia-nccl-cu12 is a build requirement"
-    wheel = Path(next(iter(spec.submodule_search_locations)))
+    locations = spec.submodule_search_locations if spec else None
+    assert locations, "nvidia-nccl-cu12 is a build requirement"
+    wheel = Path(next(iter(locations)))
     home = folder / "nccl"
     (home / "lib").mkdir(parents=True)
     (home / "include").symlink_to(wheel / "include")

@@ -154,9 +154,7 @@ def test_sparse_gradients_beside_dense_ones(groups, sparse_as_dense):
     a, b = rng.integers(0, 11, (SIZE * BATCH, 3)), rng.integers(0, 23, (SIZE * BATCH, 2))
     y = rng.integers(0, NUM_CLASSES, SIZE * BATCH)
     ours, alone = make(), make()
-    optimizer = hvdtrain.DistributedOptimizer(
-        keras.optimizers.SGD(0.5), groups=groups, sparse_as_dense=sparse_as_dense
-    )
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.5), groups=groups, sparse_as_dense=sparse_as_dense)
     step(ours, optimizer, [own_slice(a, 0), own_slice(b, 0)], own_slice(y, 0), loss())
     step(alone, keras.optimizers.SGD(0.5), [a, b], y, loss())
     assert_equal_on_all_ranks(values(ours.weights))

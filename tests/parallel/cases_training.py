@@ -10,7 +10,7 @@ import hvdtrain
 from hvdtrain import replicas, runtime
 from hvdtrain.data import Arrays, evaluation_dataset, training_dataset
 from hvdtrain.errors import DataError, DisagreementError, DivergenceError, UsageError
-from hvdtrain.failure import JobFailed, on_every_rank
+from hvdtrain.failure import JobError, on_every_rank
 from hvdtrain.metrics import reduced_results
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.tasks import digits
@@ -82,7 +82,7 @@ def test_equals_one_process(name, accumulate, steps_per_call):
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(3, 1), (16, 1), (5, 3)])
 def test_every_sample_once_an_epoch(num_samples, batch_size, accumulate):
     """Reads back the sample numbers that came out of the input pipeline, with their weights."""
-    options = dict(num_samples=num_samples, batch_size=batch_size, size=SIZE, accumulate=accumulate, seed=2)
+    options = {"num_samples": num_samples, "batch_size": batch_size, "size": SIZE, "accumulate": accumulate, "seed": 2}
     if num_samples < SIZE:
         with pytest.raises(UsageError, match="at least one sample for each rank"):
             SamplePlan(rank=RANK, **options)
@@ -105,9 +105,7 @@ def test_every_sample_once_an_epoch(num_samples, batch_size, accumulate):
         # Step by step: the samples are the next ones of the one global order, weighted as one mean.
         order = plan.order(epoch)
         for step in range(plan.steps_per_epoch):
-            parts = [
-                rank[epoch * per_epoch + step * accumulate + k] for k in range(accumulate) for rank in everyone
-            ]
+            parts = [rank[epoch * per_epoch + step * accumulate + k] for k in range(accumulate) for rank in everyone]
             numbers_of_step = [n for part in parts for n, w in part if w > 0]
             first = step * plan.global_batch_size
             assert numbers_of_step == list(order[first : first + plan.global_batch_size])
@@ -242,7 +240,7 @@ def test_an_error_of_one_rank_is_raised_on_all():
         if RANK == SIZE - 1:
             raise DataError("train.bin is missing")
 
-    with pytest.raises(JobFailed, match=r"train\.bin is missing") as caught:
+    with pytest.raises(JobError, match=r"train\.bin is missing") as caught:
         on_every_rank(read, COLLECTIVES)
     assert caught.value.exit_code == 65
     assert caught.value.rank == SIZE - 1

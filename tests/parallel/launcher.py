@@ -28,7 +28,9 @@ class Finished:
     output: str
 
 
-def run_job(command: list[str], *, ranks: int, launcher: str = "mpirun", timeout_s: float, cwd: Path = ROOT) -> Finished:
+def run_job(
+    command: list[str], *, ranks: int, launcher: str = "mpirun", timeout_s: float, cwd: Path = ROOT
+) -> Finished:
     """Runs a command on several ranks; a job that outlives the timer is killed whole and fails the test."""
     job = subprocess.Popen(
         [*LAUNCHERS[launcher], str(ranks), *command],

@@ -55,7 +55,11 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
         (["--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder. Received: '/nowhere'"),
         (["--run-dir", "{occupied}"], 65, "which holds something else"),
         # Ranks that were started in different ways; mpirun takes a command for each after a colon.
-        (["--seed", "1", ":", "-np", "1", *TRAIN, "--seed", "2", "--run-dir", "{run}"], 78, "--seed: 1 on rank 0, 2 on"),
+        (
+            ["--seed", "1", ":", "-np", "1", *TRAIN, "--seed", "2", "--run-dir", "{run}"],
+            78,
+            "--seed: 1 on rank 0, 2 on",
+        ),
         ([":", "-np", "1", *TRAIN, "--steps", "x", "--run-dir", "{run}"], 64, "--steps must be a whole number"),
     ],
 )

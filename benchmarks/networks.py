@@ -1,0 +1,56 @@
+"""The networks that the benchmarks train, with made-up samples of their shapes."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+
+def cnn() -> keras.Model:
+    """The CIFAR-10 tutorial's convolutional network without its normalisation, 1,068,298 parameters."""
+    return keras.Sequential(
+        [
+            layers.Input((24, 24, 3)),
+            layers.Conv2D(64, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(3, 2, padding="same"),
+            layers.Conv2D(64, 5, padding="same", activation="relu"),
+            layers.MaxPooling2D(3, 2, padding="same"),
+            layers.Flatten(),
+            layers.Dense(384, activation="relu"),
+            layers.Dense(192, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def mlp() -> keras.Model:
+    """64-256-256-10, 85,002 parameters: a step so short that everything around it shows."""
+    return keras.Sequential(
+        [
+            layers.Input((64,)),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(256, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+NETWORKS = {"cnn": (cnn, 64), "mlp": (mlp, 32)}
+"""Name to the network and its batch size per rank."""
+
+
+def endless_batches(model: keras.Model, batch_size: int) -> tf.data.Iterator:
+    """One made-up batch again and again: the input costs nothing."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(batch_size, *model.input_shape[1:])).astype(np.float32)
+    y = rng.integers(0, 10, batch_size).astype(np.int32)
+    return iter(tf.data.Dataset.from_tensors((x, y)).repeat())
+
+
+def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    model.compile(
+        optimizer=optimizer,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        jit_compile=False,
+    )
+    return model

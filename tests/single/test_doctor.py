@@ -1,0 +1,57 @@
+"""The doctor's table: a job could run here, and each thing that is wrong has a remedy."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain import doctor
+from hvdtrain.doctor import Finding
+
+
+def test_this_machine_can_run_a_job():
+    done = subprocess.run([sys.executable, "-m", "hvdtrain", "doctor"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for topic in (
+        "tensorflow",
+        "keras",
+        "Horovod built with",
+        "Horovod built for",
+        "mpirun",
+        "launcher",
+        "GPUs",
+        "cores",
+    ):
+        assert f"ok     {topic}" in done.stdout
+    assert "OMPI_MCA_mpi_yield_when_idle=1" in done.stdout
+    assert "HOROVOD_CYCLE_TIME=0.1" in done.stdout
+    assert "1 MiB on 1 rank(s): right" in done.stdout
+    assert done.stdout.rstrip().endswith("A job can run here.")
+
+
+def test_what_is_wrong_comes_with_its_remedy():
+    text = doctor.table([Finding("cores", "2"), Finding("mpirun", "not on PATH", "call through launch/run")])
+    assert text.splitlines() == [
+        "ok     cores   2",
+        "WRONG  mpirun  not on PATH",
+        "To mend: mpirun: call through launch/run",
+    ]
+
+
+def test_a_check_that_raises_is_a_finding():
+    def broken() -> list[Finding]:
+        raise OSError("libmpi.so.40: cannot open shared object file")
+
+    (finding,) = doctor.checked("Horovod", broken)
+    assert "libmpi.so.40" in finding.state
+    assert finding.remedy is not None
+
+
+@pytest.mark.parametrize(("answer", "wrong"), [("mpirun (Open MPI) 5.0.3", True), ("mpirun (Open MPI) 4.1.8", False)])
+def test_open_mpi_5_is_named(answer, wrong, tmp_path, monkeypatch):
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{answer}'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert (doctor.find_mpirun().remedy is not None) == wrong
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "not on PATH" in doctor.find_mpirun().state

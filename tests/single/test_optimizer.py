@@ -1,0 +1,148 @@
+"""The distributed optimizer on one rank: the same bits as plain Keras, and no trace in a saved model."""
+
+import subprocess
+import sys
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import hvdtrain
+from hvdtrain.data import Arrays
+from hvdtrain.errors import UsageError
+from hvdtrain.sampling import SamplePlan
+from hvdtrain.tasks import digits
+
+hvdtrain.init()
+
+PLAIN = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+SHIPPED = sorted(
+    name
+    for name, member in vars(keras.optimizers).items()
+    if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in PLAIN
+)
+
+
+def make_model() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([layers.Input((5,)), layers.Dense(7, activation="tanh"), layers.Dense(2)])
+
+
+def fitted(optimizer) -> list[bytes]:
+    rng = np.random.default_rng(0)
+    model = make_model()
+    model.compile(optimizer=optimizer, loss="mse")
+    x, y = rng.normal(size=(64, 5)).astype(np.float32), rng.normal(size=(64, 2)).astype(np.float32)
+    model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    return [variable.numpy().tobytes() for variable in [*model.weights, *model.optimizer.variables]]
+
+
+def test_all_of_keras_is_covered():
+    assert len(SHIPPED) >= 12
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_same_bits_as_the_plain_optimizer(name):
+    make = getattr(keras.optimizers, name)
+    options = {"global_clipnorm": 0.5, "use_ema": True}
+    assert fitted(hvdtrain.DistributedOptimizer(make(**options))) == fitted(make(**options))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_the_trainer_makes_the_bits_of_plain_fit(name, steps_per_call):
+    """Two epochs of 100 samples in batches of 32: the last batch is short."""
+    source = digits.read_data(None).training
+    x, y = source._x[:100], source._y[:100]
+    plan = SamplePlan(num_samples=100, batch_size=32, seed=9)
+
+    def make():
+        keras.utils.set_random_seed(4)
+        model = digits.make_model()
+        model.compile(optimizer=name, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    ours, plain = make(), make()
+    trainer = hvdtrain.Trainer(ours, Arrays(x, y), batch_size=32, epochs=2, seed=9, steps_per_call=steps_per_call)
+    trainer.fit()
+    for epoch in range(2):
+        order = plan.order(epoch)
+        plain.fit(x[order], y[order], batch_size=32, shuffle=False, verbose=0)
+    assert [v.numpy().tobytes() for v in ours.weights] == [v.numpy().tobytes() for v in plain.weights]
+
+
+def test_state_class_and_schedule_are_kept():
+    class Halving(keras.optimizers.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.1 * 0.5 ** keras.ops.cast(step, "float32")
+
+    optimizer = keras.optimizers.Adam(Halving())
+    model = make_model()
+    optimizer.build(model.trainable_variables)
+    optimizer.variables[0].assign(5)
+    distributed = hvdtrain.DistributedOptimizer(optimizer)
+    assert type(distributed) is keras.optimizers.Adam
+    assert int(distributed.iterations) == 5
+    assert float(distributed.learning_rate) == pytest.approx(0.1 / 32)
+
+
+def test_a_saved_model_has_no_trace_of_horovod(tmp_path):
+    path = tmp_path / "model.keras"
+    model = make_model()
+    model.compile(optimizer=hvdtrain.DistributedOptimizer(keras.optimizers.Adam(clipnorm=1.0)), loss="mse")
+    model.fit(np.ones((8, 5)), np.ones((8, 2)), verbose=0)
+    model.save(path)
+    with zipfile.ZipFile(path) as archive:
+        content = b"".join(archive.read(name) for name in archive.namelist()).lower()
+    assert b"horovod" not in content
+    assert b"hvdtrain" not in content
+    code = (
+        "import sys; sys.modules['horovod'] = sys.modules['hvdtrain'] = None; import keras\n"
+        f"optimizer = keras.models.load_model({str(path)!r}).optimizer\n"
+        "print(type(optimizer).__name__, int(optimizer.iterations))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["Adam", "1"], done.stderr
+    # Loaded here it is plain again, and can be distributed again with its state.
+    loaded = keras.models.load_model(path)
+    assert int(hvdtrain.DistributedOptimizer(loaded.optimizer).iterations) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hvdtrain.DistributedOptimizer("adam"), "must be a Keras optimizer. Received: 'adam'"),
+        (lambda: hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), op="median"), "op must be one of average, sum"),
+        (lambda: hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), compression="zip"), "compression must be one"),
+        (lambda: hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), groups=0), "groups must be None or a whole"),
+        (
+            lambda: hvdtrain.DistributedOptimizer(hvdtrain.DistributedOptimizer(keras.optimizers.SGD())),
+            "is distributed already",
+        ),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_broadcast_needs_a_built_and_compiled_model():
+    with pytest.raises(UsageError, match="must be built and compiled"):
+        hvdtrain.broadcast(make_model())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 1, "epochs": 1}, "either steps or epochs"),
+        ({}, "either steps or epochs"),
+        ({"steps": 1, "accumulate": 2}, "gradient_accumulation_steps"),
+    ],
+)
+def test_bad_trainers(options, message):
+    model = make_model()
+    model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(UsageError, match=message):
+        hvdtrain.Trainer(model, Arrays(np.ones((4, 5)), np.ones((4, 2))), batch_size=2, **options)

@@ -1,0 +1,138 @@
+"""What a process decides from its environment, with made-up environments and GPUs."""
+
+import os
+import sys
+
+import pytest
+
+from hvdtrain import process
+from hvdtrain.process import Launcher
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, Launcher("none", 0, 1, 1, False)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Launcher("Open MPI", 3, 4, 2, False),
+        ),
+        (
+            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_SIZE": "2"},
+            Launcher("horovodrun --gloo", 1, 2, 2, False),
+        ),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, Launcher("PMI", 5, 8, 4, False)),
+        (
+            {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "8"},
+            Launcher("Slurm", 2, 4, None, True),
+        ),
+        # A batch script of Slurm is no task of a step: one process.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launcher("none", 0, 1, 1, False)),
+    ],
+)
+def test_launchers_are_told_apart(env, expected):
+    assert process.find_launcher(env) == expected
+
+
+def test_mpi_binding_is_seen():
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_bound_at_launch": "1"}
+    assert process.find_launcher(env).bound_to_cores
+
+
+def test_defaults_never_replace_what_is_set(tmp_path):
+    defaults = process.environment_defaults({}, str(tmp_path))
+    assert defaults["OMPI_MCA_mpi_yield_when_idle"] == "1"
+    assert "OPAL_PREFIX" not in defaults
+    kept = process.environment_defaults({"HOROVOD_CYCLE_TIME": "5", "TF_CPP_MIN_LOG_LEVEL": "0"}, str(tmp_path))
+    assert "HOROVOD_CYCLE_TIME" not in kept
+    assert "TF_CPP_MIN_LOG_LEVEL" not in kept
+
+
+def test_open_mpi_from_the_wheel_is_told_where_it_lies(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libmpi.so.40").touch()
+    assert process.environment_defaults({}, str(tmp_path))["OPAL_PREFIX"] == str(tmp_path)
+
+
+def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
+    monkeypatch.delenv("HOROVOD_CONTROLLER", raising=False)
+    with process.horovod_start_environment(process.find_launcher({})):
+        assert os.environ["HOROVOD_CONTROLLER"] == "gloo"
+    assert "HOROVOD_CONTROLLER" not in os.environ
+    with process.horovod_start_environment(Launcher("Open MPI", 0, 2, 2, False)):
+        assert "HOROVOD_CONTROLLER" not in os.environ
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+    with process.horovod_start_environment(process.find_launcher({})):
+        assert os.environ["HOROVOD_CONTROLLER"] == "mpi"
+    assert os.environ["HOROVOD_CONTROLLER"] == "mpi"
+
+
+@pytest.mark.parametrize(
+    ("cores", "local_size", "bound", "threads"),
+    [(8, 4, False, 2), (7, 2, False, 3), (2, 4, False, 1), (16, 2, True, 16), (1, 1, False, 1)],
+)
+def test_cores_are_shared_fairly(cores, local_size, bound, threads):
+    assert process.threads_per_rank(cores, local_size, bound) == threads
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local_rank", "local_size", "gpu"),
+    [(4, 0, 4, 0), (4, 3, 4, 3), (2, 3, 4, 1), (1, 1, 2, 0), (0, 0, 2, None), (8, 1, 2, 1)],
+)
+def test_a_gpu_for_each_rank(num_gpus, local_rank, local_size, gpu):
+    assert process.choose_gpu(num_gpus, local_rank, local_size) == gpu
+
+
+class FakeTensorFlow:
+    """Records what is asked of ``tf.config``."""
+
+    def __init__(self, num_gpus: int, already_used: bool = False):
+        self.calls: list[tuple] = []
+        self.config = self
+        self.experimental = self
+        self.threading = self
+        self._gpus = [f"gpu{i}" for i in range(num_gpus)]
+        self._already_used = already_used
+
+    def list_physical_devices(self, kind=None):
+        return self._gpus if kind == "GPU" else []
+
+    def list_logical_devices(self):
+        return []
+
+    def __getattr__(self, name):
+        def record(*arguments):
+            if self._already_used and "parallelism" in name:
+                raise RuntimeError("context is initialised")
+            self.calls.append((name, *arguments))
+
+        return record
+
+
+def test_configuring_devices_pins_a_gpu_and_lets_its_memory_grow(monkeypatch):
+    fake = FakeTensorFlow(num_gpus=2)
+    monkeypatch.setitem(sys.modules, "tensorflow", fake)
+    assert process.configure_devices(local_rank=1, local_size=2, threads=3, bound_to_cores=False) == "GPU:1"
+    assert ("set_visible_devices", "gpu1", "GPU") in fake.calls
+    assert ("set_memory_growth", "gpu1", True) in fake.calls
+    assert ("set_intra_op_parallelism_threads", 3) in fake.calls
+
+
+def test_configuring_devices_without_a_gpu(monkeypatch):
+    fake = FakeTensorFlow(num_gpus=0)
+    monkeypatch.setitem(sys.modules, "tensorflow", fake)
+    assert process.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=True) == "CPU"
+    assert not any(call[0] == "set_visible_devices" for call in fake.calls)
+
+
+def test_threads_that_cannot_be_set_any_more_are_an_error_only_where_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", FakeTensorFlow(num_gpus=0, already_used=True))
+    assert process.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=False) == "CPU"
+    with pytest.raises(RuntimeError):
+        process.configure_devices(local_rank=0, local_size=1, threads=2, bound_to_cores=False)
+
+
+def test_only_the_chatter_is_held_back(capfd):
+    with process.without_chatter():
+        os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called\nE0000 a real error\n")
+    assert capfd.readouterr().err == "E0000 a real error\n"

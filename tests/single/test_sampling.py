@@ -1,0 +1,85 @@
+"""The global order and its slices, without TensorFlow."""
+
+import numpy as np
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.sampling import SamplePlan, shard
+
+
+def drawn(epoch: int, **options) -> list[list[int]]:
+    """The sample numbers of each global batch, in step order, over all ranks."""
+    plans = [SamplePlan(rank=rank, **options) for rank in range(options["size"])]
+    order = plans[0].order(epoch)
+    steps = []
+    for step in range(plans[0].steps_per_epoch):
+        slices = [plan.slices(step) for plan in plans]
+        parts = [slices[rank][k] for k in range(plans[0].accumulate) for rank in range(len(plans))]
+        steps.append([int(n) for part in parts if part.weight for n in order[part.start : part.start + part.count]])
+    return steps
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_samples", [4, 7, 64, 1000])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_sample_once_an_epoch(size, num_samples, accumulate):
+    options = {"num_samples": num_samples, "batch_size": 5, "size": size, "accumulate": accumulate}
+    for epoch in range(2):
+        everything = [n for step in drawn(epoch, **options) for n in step]
+        assert sorted(everything) == list(range(num_samples))
+
+
+def test_the_order_does_not_depend_on_the_number_of_ranks():
+    """The same global batch of 24 on 1, 2, 3 and 4 ranks, and in micro-batches."""
+    layouts = [(24, 1, 1), (12, 2, 1), (8, 3, 1), (6, 4, 1), (6, 2, 2), (3, 4, 2)]
+    results = [
+        drawn(3, num_samples=250, batch_size=batch, size=size, accumulate=accumulate)
+        for batch, size, accumulate in layouts
+    ]
+    assert all(result == results[0] for result in results)
+
+
+def test_the_order_depends_on_seed_and_epoch():
+    seeds_and_epochs = ((0, 0), (0, 1), (1, 0))
+    orders = [SamplePlan(num_samples=100, batch_size=10, seed=s).order(e).tolist() for s, e in seeds_and_epochs]
+    assert orders[0] != orders[1]
+    assert orders[0] != orders[2]
+    assert orders[0] == SamplePlan(num_samples=100, batch_size=10).order(0).tolist()
+    assert SamplePlan(num_samples=5, batch_size=1, shuffle=False).order(9).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("num_samples", [4, 9, 13, 16, 17])
+def test_weights_make_the_mean_over_ranks_the_mean_over_samples(num_samples):
+    values = np.random.default_rng(0).normal(size=num_samples)
+    plans = [SamplePlan(num_samples=num_samples, batch_size=2, rank=rank, size=4) for rank in range(4)]
+    order = plans[0].order(0)
+    for step in range(plans[0].steps_per_epoch):
+        losses = []
+        for plan in plans:
+            (part,) = plan.slices(step)
+            losses.append(np.mean(part.weight * values[order[part.start : part.start + part.count]]))
+        expected = np.mean(values[order[step * 8 : (step + 1) * 8]])
+        assert np.mean(losses) == pytest.approx(expected, rel=1e-12)
+
+
+def test_drop_leaves_the_remainder_out():
+    steps = drawn(0, num_samples=30, batch_size=4, size=2, remainder="drop")
+    assert [len(step) for step in steps] == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 3, "batch_size": 1, "size": 4}, "3 samples for 4 ranks"),
+        ({"num_samples": 3, "batch_size": 8, "remainder": "drop"}, "leaves nothing"),
+        ({"num_samples": 3, "batch_size": 0}, "batch_size must be at least 1"),
+        ({"num_samples": 3, "batch_size": 1, "remainder": "wrap"}, "remainder must be one of pad, drop"),
+    ],
+)
+def test_bad_plans_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        SamplePlan(**options)
+
+
+def test_shards_cover_everything_once():
+    assert [n for rank in range(3) for n in shard(10, rank, 3)] == list(range(10))
