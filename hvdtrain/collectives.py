@@ -7,6 +7,7 @@ without Horovod, for unit tests and for counting calls.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -137,7 +138,7 @@ class HorovodCollectives:
         # Keras 3 calls none of the hooks of Horovod's optimizer, but its reduction is whole: it is
         # made around an optimizer that never applies anything.
         horovod_optimizer = DistributedOptimizer(
-            tf.keras.optimizers.SGD(),
+            keras.optimizers.SGD(),
             name=f"Distributed_{name}",
             compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression],
             op=reduce_op,

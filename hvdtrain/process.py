@@ -69,7 +69,7 @@ def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
 
 def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:
     """The variables to set before TensorFlow, MPI and Horovod start; never one that is set already."""
-    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", **_MPI_DEFAULTS}
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **_MPI_DEFAULTS}
     if (Path(environment_root) / "lib" / "libmpi.so.40").exists():
         # Open MPI's wheel was configured for another folder; only its mpirun finds that out by itself.
         defaults["OPAL_PREFIX"] = environment_root

@@ -48,7 +48,7 @@ def init(*, seed: int | None = None, threads: int | None = None, deterministic: 
         deterministic: bit-equal runs, at the cost of speed.
 
     Raises:
-        UsageError: the launcher started more ranks than MPI connects.
+        UsageError: the launcher started more ranks than MPI connects, or Keras runs on another backend.
     """
     global _runtime
     if _runtime is None:
@@ -60,6 +60,11 @@ def init(*, seed: int | None = None, threads: int | None = None, deterministic: 
 
 def _start(threads: int | None, deterministic: bool) -> Runtime:
     process.prepare_environment()
+    if keras.backend.backend() != "tensorflow":
+        raise UsageError(
+            f"Keras must run on TensorFlow. Received: {keras.backend.backend()}. Unset KERAS_BACKEND, or import "
+            "hvdtrain before keras."
+        )
     if deterministic:
         process.fix_fusion()
         tf.config.experimental.enable_op_determinism()

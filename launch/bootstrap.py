@@ -2,11 +2,13 @@
 
 Called by ``launch/run``. Only the standard library, any Python from 3.10 on. Settings, all from the
 environment: ``HVDTRAIN_PYTHON`` (the interpreter), and those of ``launch/horovod/backend.py``
-(``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``, …); another value makes the environment anew.
+(``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). Another value makes the environment anew; one that is
+not mentioned again stays in force until ``.venv`` is deleted.
 """
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -16,15 +18,17 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-STAMP = VENV / "hvdtrain-environment"
+STAMP = VENV / "hvdtrain-environment.json"
 LOCK = ROOT / ".venv.lock"
 UV_HOME = ROOT / ".venv.uv"
 INPUTS = ("pyproject.toml", "launch/horovod/pyproject.toml", "launch/horovod/backend.py", "launch/horovod/horovod.txt")
-SETTINGS = ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "MPI_HOME", "CXX")
+# Choices, not circumstances: MPI_HOME or CXX can differ between a login and a job, which must not rebuild
+# the environment that other jobs run in.
+SETTINGS = ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HVDTRAIN_PYTHON")
 # Measured: 2.4 GB in the package cache; the environment shares them where it lies on the same disk.
 NEEDED_DISK_GB = 5
 PROGRESS_EVERY_S = 15
@@ -41,22 +45,32 @@ def fail(rule: str, remedy: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def fingerprint() -> str:
-    """Changes with everything the environment is made from, and with its place (scripts name it)."""
+def made_from() -> str:
+    """Changes with the files the environment is made from, and with its place (scripts name it)."""
     digest = hashlib.sha256(str(ROOT).encode())
     for name in INPUTS:
         digest.update((ROOT / name).read_bytes())
-    for name in SETTINGS:
-        digest.update(f"{name}={os.environ.get(name, '')}\n".encode())
-    digest.update(os.environ.get("HVDTRAIN_PYTHON", "").encode())
     return digest.hexdigest()
 
 
-def is_current() -> bool:
+def read_stamp() -> dict[str, Any]:
+    """What the environment was made from, and with which settings; empty where there is none."""
     try:
-        return STAMP.read_text() == fingerprint() and (VENV / "bin" / "python").exists()
-    except OSError:
-        return False
+        return json.loads(STAMP.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def settings(stamp: dict[str, Any]) -> dict[str, str]:
+    """The settings asked for now; what is not mentioned stays as the environment was made."""
+    made_with = stamp.get("settings", {})
+    return {name: os.environ.get(name) or made_with.get(name, "") for name in SETTINGS}
+
+
+def is_current() -> bool:
+    stamp = read_stamp()
+    wanted = {"made_from": made_from(), "settings": settings(stamp)}
+    return stamp == wanted and (VENV / "bin" / "python").exists()
 
 
 def check_compiler() -> None:
@@ -153,6 +167,8 @@ def make_environment(log: TextIO) -> None:
     check_compiler()
     check_disk_space()
     uv = find_uv(log)
+    chosen = settings(read_stamp())
+    os.environ.update({name: value for name, value in chosen.items() if value})
     base = getattr(sys, "_base_executable", sys.executable)
     STAMP.unlink(missing_ok=True)
     run_step("Making the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
@@ -162,7 +178,7 @@ def make_environment(log: TextIO) -> None:
         [*install, "--editable", ".", "--group", "dev"],
         log,
     )
-    STAMP.write_text(fingerprint())
+    STAMP.write_text(json.dumps({"made_from": made_from(), "settings": chosen}))
     say("the environment is ready.")
 
 

@@ -85,6 +85,9 @@ def test_makes_the_environment_anew_when_what_it_is_made_from_changes(checkout, 
         more = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
     assert run(checkout, "true", **more).returncode == 0
     assert calls(checkout) == ["venv", "pip"] * 2
+    # A setting stays in force without being mentioned again.
+    assert run(checkout, "true").returncode == 0
+    assert calls(checkout) == ["venv", "pip"] * 2
 
 
 def test_works_through_symlinks(checkout):
@@ -205,4 +208,4 @@ def test_sigterm_during_the_set_up_ends_the_installer_too(checkout):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=10) == 128 + signal.SIGTERM
-    assert not (checkout / ".venv" / "hvdtrain-environment").exists()
+    assert not (checkout / ".venv" / "hvdtrain-environment.json").exists()
