@@ -25,7 +25,7 @@ def write_checkpoint(directory: Path, model: keras.Model, facts: dict[str, Any])
         The folder of the checkpoint.
 
     Raises:
-        OSError: the file system refused; an earlier checkpoint is untouched.
+        OSError: the file system refused, or there is a checkpoint of this step; earlier ones are untouched.
     """
     target = directory / f"step-{facts['step']:08d}"
     aside = directory / f".{target.name}.writing"
@@ -37,8 +37,6 @@ def write_checkpoint(directory: Path, model: keras.Model, facts: dict[str, Any])
     (aside / MANIFEST).write_text(json.dumps({**facts, "sha256": files}, indent=2) + "\n")
     for path in [*aside.iterdir(), aside]:
         _sync(path)
-    if target.exists():
-        shutil.rmtree(target)
     aside.rename(target)
     _sync(directory)
     return target

@@ -32,26 +32,28 @@ class _Parser(argparse.ArgumentParser):
 def _train_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m hvdtrain",
-        description="Trains a Keras 3 model on every rank that the launcher started, equal to one process.",
-        epilog="Other command: python -m hvdtrain doctor. Exit codes: 0 done, 1 a failure in training, 64 usage, "
-        "65 data or checkpoint unusable, 70 replicas diverged, 78 ranks disagree.",
+        usage="python -m hvdtrain [train] [options]\n       python -m hvdtrain doctor",
+        description="Trains a Keras 3 model on every rank that the launcher started, equal to one process; "
+        "doctor tells whether a job could run here.",
+        epilog="Exit codes: 0 done, 1 a failure in training, 64 usage, 65 data or a folder unusable, "
+        "70 replicas diverged, 78 ranks disagree.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="the same options as keys of a TOML file; flags win")
+    names = dict.fromkeys(field.metadata["group"] for field in dataclasses.fields(TrainConfig))
+    groups = {name: parser.add_argument_group(name) for name in names}
     for field in dataclasses.fields(TrainConfig):
         text = field.metadata["help"]
-        if "default" not in text and field.default is not None and field.default is not False:
+        if field.default is not None and field.default is not False:
             text += f" (default: {field.default})"
-        elif field.default is None and "default" not in text and "or give" not in text and field.name != "data_dir":
-            text += " (default: the task's)" if field.name != "clip_norm" else " (default: none)"
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": text}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif field.metadata["choices"]:
             options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
         else:
-            options["metavar"] = field.metadata["metavar"] or "N"
-        parser.add_argument(configuration.flag_of(field.name), **options)
+            options["metavar"] = field.metadata["metavar"]
+        groups[field.metadata["group"]].add_argument(configuration.flag_of(field.name), **options)
     return parser
 
 

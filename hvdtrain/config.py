@@ -15,9 +15,13 @@ else:
     import tomli as tomllib
 
 
-def _option(default: Any, text: str, *, metavar: str | None = None, choices: tuple[str, ...] | None = None) -> Any:
-    """A field with the line that documents it in ``--help``."""
-    return dataclasses.field(default=default, metadata={"help": text, "metavar": metavar, "choices": choices})
+WHAT, LEARNING, RANKS, RUNNING = "what to train", "learning", "between ranks", "running"
+
+
+def _option(group: str, default: Any, text: str, *, metavar: str = "N", choices: tuple[str, ...] | None = None) -> Any:
+    """A field with the line that documents it in ``--help``; where the default is None, the line tells what follows."""
+    metadata = {"group": group, "help": text, "metavar": metavar, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,39 +32,52 @@ class TrainConfig:
         UsageError: a value breaks its rule.
     """
 
-    task: str = _option("digits", "what to train: the name of a built-in task", metavar="NAME")
-    data_dir: str | None = _option(None, "folder with the task's data files", metavar="DIR")
-    run_dir: str | None = _option(None, "folder for all that the run writes (default: runs/<task>)", metavar="DIR")
-    steps: int | None = _option(None, "updates to make; or give --epochs", metavar="N")
-    epochs: int | None = _option(None, "passes over the training data; or give --steps", metavar="N")
-    batch_size: int | None = _option(None, "samples per rank and micro-batch", metavar="N")
+    task: str = _option(WHAT, "digits", "a built-in task by its name", metavar="NAME")
+    data_dir: str | None = _option(WHAT, None, "folder with the task's data files", metavar="DIR")
+    run_dir: str | None = _option(
+        WHAT, None, "folder for all that the run writes (default: runs/<task>)", metavar="DIR"
+    )
+    steps: int | None = _option(WHAT, None, "updates to make; or --epochs (default: the task's)")
+    epochs: int | None = _option(WHAT, None, "passes over the training data; or --steps")
+    batch_size: int | None = _option(WHAT, None, "samples per rank and micro-batch (default: the task's)")
     optimizer: str | None = _option(
-        None, "a Keras optimizer by name (sgd, adam, adamw, …), or momentum: SGD with momentum 0.9", metavar="NAME"
+        LEARNING,
+        None,
+        "a Keras optimizer by its name (sgd, adam, adamw, …), or momentum: SGD with momentum 0.9 (default: the task's)",
+        metavar="NAME",
     )
-    learning_rate: float | None = _option(None, "before --lr-scaling", metavar="X")
+    learning_rate: float | None = _option(LEARNING, None, "before --lr-scaling (default: the task's)", metavar="X")
     lr_scaling: str = _option(
-        "none", "multiply the learning rate by the number of ranks, its root, or 1", choices=("linear", "sqrt", "none")
+        LEARNING,
+        "none",
+        "multiply the learning rate by the number of ranks, its root, or 1",
+        choices=("linear", "sqrt", "none"),
     )
-    warmup_steps: int = _option(0, "raise the learning rate linearly from 0 over the first N steps", metavar="N")
+    warmup_steps: int = _option(LEARNING, 0, "raise the learning rate linearly from 0 over the first N steps")
     lr_decay: str = _option(
+        LEARNING,
         "none",
         "exponential: times --lr-decay-rate every --lr-decay-steps; cosine: to 0 at the end",
         choices=("none", "exponential", "cosine"),
     )
-    lr_decay_rate: float = _option(0.1, "factor of --lr-decay exponential", metavar="X")
+    lr_decay_rate: float = _option(LEARNING, 0.1, "factor of --lr-decay exponential", metavar="X")
     lr_decay_steps: int | None = _option(
-        None, "steps between two factors of --lr-decay exponential (default: a third of the run)", metavar="N"
+        LEARNING, None, "steps between two factors of --lr-decay exponential (default: a third of the run)"
     )
-    clip_norm: float | None = _option(None, "largest global norm of the averaged gradient", metavar="X")
-    compression: str = _option("none", "how gradients travel between ranks", choices=("none", "fp16"))
-    accumulate: int = _option(1, "micro-batches per step, with one allreduce for all of them", metavar="K")
-    eval_every: int = _option(0, "steps between evaluations; 0: at the end of each epoch", metavar="N")
-    log_every: int = _option(10, "steps between log lines", metavar="N")
-    check_every: int = _option(500, "steps between comparisons of all variables across ranks; 0: only at the end")
-    seed: int = _option(0, "of the initial weights, the order of samples and dropout", metavar="N")
-    deterministic: bool = _option(False, "bit-equal runs: deterministic operations and a fixed order of sums")
-    threads: int | None = _option(None, "compute threads per rank (default: a fair share of the host's cores)")
-    steps_per_call: int = _option(1, "steps in one compiled call; more is faster for small models", metavar="K")
+    clip_norm: float | None = _option(
+        LEARNING, None, "largest global norm of the averaged gradient (default: no limit)", metavar="X"
+    )
+    compression: str = _option(RANKS, "none", "how gradients travel between ranks", choices=("none", "fp16"))
+    accumulate: int = _option(RANKS, 1, "micro-batches per step, with one allreduce for all of them", metavar="K")
+    check_every: int = _option(RANKS, 500, "steps between comparisons of all variables over ranks; 0: only at the end")
+    eval_every: int = _option(RUNNING, 0, "steps between evaluations; 0: at the end of each epoch")
+    log_every: int = _option(RUNNING, 10, "steps between log lines")
+    seed: int = _option(RUNNING, 0, "of the initial weights, the order of samples and dropout")
+    deterministic: bool = _option(RUNNING, False, "bit-equal runs: deterministic operations, sums in a fixed order")
+    threads: int | None = _option(RUNNING, None, "compute threads per rank (default: a fair share of the host's cores)")
+    steps_per_call: int = _option(
+        RUNNING, 1, "steps in one compiled call; more is faster for small models", metavar="K"
+    )
 
     def __post_init__(self) -> None:
         for name in ("steps", "epochs", "batch_size", "accumulate", "log_every", "threads", "steps_per_call"):
