@@ -135,7 +135,10 @@ def show_progress(what: str, lines: deque[str], ended: threading.Event) -> None:
 
 def explain(output: str, log: Path) -> NoReturn:
     """Ends the set-up with the reason that its output shows."""
-    network = ("dns error", "failed to fetch", "error sending request", "connection", "name resolution", "timed out")
+    network = (
+        *("dns error", "failed to fetch", "error sending request", "failed to establish a new connection"),
+        *("connection refused", "temporary failure in name resolution", "read timed out", "connect timeout"),
+    )
     if "no space left" in output:
         fail("the disk is full.", f"Free at least {NEEDED_DISK_GB} GB and call launch/run again.")
     if any(sign in output for sign in network):

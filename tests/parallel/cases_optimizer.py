@@ -92,8 +92,14 @@ def shipped_optimizers() -> list[str]:
 def test_every_shipped_optimizer_in_fit(name):
     """Each rank trains on its own samples; without averaging the replicas would part after one step."""
     x, y = samples(64, seed=RANK)
+    make = getattr(keras.optimizers, name)
+    alone = dense_model()
+    try:
+        make().apply([tf.ones(v.shape) for v in alone.trainable_variables], alone.trainable_variables)
+    except AttributeError as error:
+        pytest.skip(f"Keras {keras.__version__}'s own {name} fails on TensorFlow: {error}")
     model = dense_model()
-    model.compile(optimizer=hvdtrain.DistributedOptimizer(getattr(keras.optimizers, name)()), loss=loss())
+    model.compile(optimizer=hvdtrain.DistributedOptimizer(make()), loss=loss())
     before = values(model.weights)
     model.fit(x, y, batch_size=32, epochs=1, shuffle=False, verbose=0)
     assert any(not np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))

@@ -47,7 +47,11 @@ def test_all_of_keras_is_covered():
 def test_same_bits_as_the_plain_optimizer(name):
     make = getattr(keras.optimizers, name)
     options = {"global_clipnorm": 0.5, "use_ema": True}
-    assert fitted(hvdtrain.DistributedOptimizer(make(**options))) == fitted(make(**options))
+    try:
+        expected = fitted(make(**options))
+    except AttributeError as error:
+        pytest.skip(f"Keras {keras.__version__}'s own {name} fails on TensorFlow: {error}")
+    assert fitted(hvdtrain.DistributedOptimizer(make(**options))) == expected
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
