@@ -167,6 +167,20 @@ def test_sparse_gradients_beside_dense_ones(groups, sparse_as_dense):
     assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
 
 
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_sparse_gradients_stay_sparse_unless_asked(sparse_as_dense):
+    reduce = COLLECTIVES.gradient_reducer(
+        name="sparse", op="average", compression="none", groups=None, sparse_as_dense=sparse_as_dense
+    )
+    gradient = tf.IndexedSlices(tf.ones((2, 3)), tf.constant([RANK, 5]), dense_shape=tf.constant([9, 3]))
+    (reduced,) = reduce([gradient])
+    assert isinstance(reduced, tf.IndexedSlices) != sparse_as_dense
+    expected = np.zeros((9, 3), np.float32)
+    expected[:SIZE] = 1 / SIZE
+    expected[5] = 1
+    assert tf.convert_to_tensor(reduced).numpy() == pytest.approx(expected)
+
+
 def test_variables_without_gradient():
     x, y = samples(BATCH, seed=RANK)
     model = dense_model()
