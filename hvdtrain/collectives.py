@@ -150,7 +150,7 @@ class HorovodCollectives:
             dense: list[int] = []
             for i, gradient in enumerate(gradients):
                 if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense:
-                    # Not in a group with others: Horovod 0.28.1 then mixes up their dense shapes.
+                    # Not in a group: Horovod 0.28.1 takes the dense shapes there from the wrong gradients.
                     reduced[i] = hvd.allreduce(gradient, op=reduce_op)
                 else:
                     dense.append(i)

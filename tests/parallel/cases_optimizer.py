@@ -146,23 +146,32 @@ def test_gradient_tape_loop(compiled):
 @pytest.mark.parametrize("groups", [None, 1, 2])
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
 def test_sparse_gradients_beside_dense_ones(groups, sparse_as_dense):
-    """Two embeddings of other shapes: Horovod's own groups mix up their dense shapes."""
+    """A dense gradient before two sparse ones of other shapes: Horovod's own groups mix up their dense shapes."""
 
     def make():
         keras.utils.set_random_seed(3)
-        first, second = layers.Input((3,), dtype="int32"), layers.Input((2,), dtype="int32")
-        merged = layers.Concatenate()(
-            [layers.Flatten()(layers.Embedding(11, 4)(first)), layers.Flatten()(layers.Embedding(23, 5)(second))]
+        features, first, second = (
+            layers.Input((4,)),
+            layers.Input((3,), dtype="int32"),
+            layers.Input((2,), dtype="int32"),
         )
-        return keras.Model([first, second], layers.Dense(NUM_CLASSES)(layers.Dense(6)(merged)))
+        parts = [layers.Dense(3)(features), layers.Embedding(11, 4)(first), layers.Embedding(23, 5)(second)]
+        merged = layers.Concatenate()([layers.Flatten()(part) for part in parts])
+        model = keras.Model([features, first, second], layers.Dense(NUM_CLASSES)(merged))
+        assert "dense" in model.trainable_variables[0].path
+        return model
 
     rng = np.random.default_rng(1)
-    a, b = rng.integers(0, 11, (SIZE * BATCH, 3)), rng.integers(0, 23, (SIZE * BATCH, 2))
+    inputs = [
+        rng.normal(size=(SIZE * BATCH, 4)).astype(np.float32),
+        rng.integers(0, 11, (SIZE * BATCH, 3)),
+        rng.integers(0, 23, (SIZE * BATCH, 2)),
+    ]
     y = rng.integers(0, NUM_CLASSES, SIZE * BATCH)
     ours, alone = make(), make()
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.5), groups=groups, sparse_as_dense=sparse_as_dense)
-    step(ours, optimizer, [own_slice(a, 0), own_slice(b, 0)], own_slice(y, 0), loss())
-    step(alone, keras.optimizers.SGD(0.5), [a, b], y, loss())
+    step(ours, optimizer, [own_slice(each, 0) for each in inputs], own_slice(y, 0), loss())
+    step(alone, keras.optimizers.SGD(0.5), inputs, y, loss())
     assert_equal_on_all_ranks(values(ours.weights))
     assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
 
