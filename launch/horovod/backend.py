@@ -106,7 +106,7 @@ def write_stand_ins(folder: Path) -> None:
             text += "#undef HAVE_GPU\n#define HAVE_GPU 0\n"
         header.write_text(text)
     stream_header = folder / STREAM_HEADER
-    stream_header.parent.mkdir(parents=True)
+    stream_header.parent.mkdir(parents=True, exist_ok=True)
     stream_header.write_text(STREAM_TEXT)
 
 
@@ -199,8 +199,11 @@ def check_it_loads(unpacked: Path) -> None:
     """A library can be compiled and linked and still name functions that this TensorFlow does not have."""
     (library,) = (unpacked / "horovod" / "tensorflow").glob("mpi_lib*.so")
     env = dict(os.environ)
-    paths = [str(Path(sys.prefix) / "lib")] * mpi_is_from_wheel()
-    paths += [str(nccl_wheel() / "lib")] * nccl_is_from_wheel()
+    paths = []
+    if mpi_is_from_wheel():
+        paths.append(str(Path(sys.prefix) / "lib"))
+    if nccl_is_from_wheel():
+        paths.append(str(nccl_wheel() / "lib"))
     env["LD_LIBRARY_PATH"] = os.pathsep.join([*paths, env.get("LD_LIBRARY_PATH", "")])
     load = f"import tensorflow; tensorflow.load_op_library({str(library)!r})"
     subprocess.run([sys.executable, "-c", load], env=env, check=True)
