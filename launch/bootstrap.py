@@ -175,6 +175,8 @@ def make_environment(log: TextIO) -> None:
     base = getattr(sys, "_base_executable", sys.executable)
     STAMP.unlink(missing_ok=True)
     run_step("Making the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
+    # Not finished, but a second try after a failure has to know the settings.
+    STAMP.write_text(json.dumps({"made_from": "", "settings": chosen}))
     install = [*uv, "pip", "install", "--python", str(VENV / "bin" / "python")]
     run_step(
         "Installing TensorFlow and building Horovod for it, about 2 minutes on 2 cores",
