@@ -1,7 +1,7 @@
 """What ranks do together. The only module that imports horovod.
 
 :class:`HorovodCollectives` is the real one, :class:`OneProcess` the same for a single process
-without Horovod, for unit tests and for counting calls.
+without Horovod, for unit tests and wherever Horovod is not to be started.
 """
 
 from collections.abc import Callable, Sequence
@@ -211,13 +211,6 @@ def check_reducer_options(op: str, compression: str, groups: int | None) -> None
         raise UsageError(f"compression must be one of {', '.join(_COMPRESSIONS)}. Received: {compression!r}")
     if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
         raise UsageError(f"groups must be None or a whole number of at least 1. Received: {groups!r}")
-
-
-def mpi_is_up() -> bool:
-    """True when Horovod talks over MPI in this process."""
-    import horovod.tensorflow as hvd
-
-    return bool(hvd.mpi_enabled())
 
 
 def build_facts() -> dict[str, bool]:

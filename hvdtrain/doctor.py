@@ -9,9 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from hvdtrain import process
 from hvdtrain.errors import UsageError
+
+
+_REBUILD = "rebuild the environment: delete .venv and call launch/run again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return UsageError.exit_code
     launcher = process.find_launcher()
     findings = [
-        *find_versions(),
+        *checked("versions", find_versions),
         *checked("Horovod", find_horovod),
         find_mpirun(),
         Finding("launcher", f"{launcher.name}, {launcher.size} rank(s)"),
@@ -66,14 +71,19 @@ def checked(topic: str, check: Callable[[], list[Finding]]) -> list[Finding]:
         return check()
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [Finding(topic, cause, "rebuild the environment: delete .venv and call launch/run again")]
+        return [Finding(topic, cause, _REBUILD)]
 
 
 def find_versions() -> list[Finding]:
-    """Python and the packages, each in the range that hvdtrain is tested with."""
+    """Python and the packages, each against the range that hvdtrain asks for."""
+    asked = {"python": SpecifierSet(importlib.metadata.metadata("hvdtrain")["Requires-Python"])}
+    for text in importlib.metadata.requires("hvdtrain") or []:
+        requirement = Requirement(text)
+        asked[requirement.name] = requirement.specifier
     findings = []
     for name, version in process.versions().items():
-        findings.append(Finding(name, version))
+        fits = version in asked.get(name, SpecifierSet())
+        findings.append(Finding(name, version, None if fits else f"hvdtrain needs {name}{asked[name]}: {_REBUILD}"))
     return findings
 
 
@@ -85,9 +95,7 @@ def find_horovod() -> list[Finding]:
     from hvdtrain import collectives
 
     built = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in collectives.build_facts().items())
-    findings = [
-        Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else "rebuild it")
-    ]
+    findings = [Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else _REBUILD)]
     required = [text for text in importlib.metadata.requires("horovod") or [] if text.startswith("tensorflow==")]
     expected = required[0].removeprefix("tensorflow==") if required else "unknown"
     findings.append(

@@ -55,3 +55,11 @@ def test_open_mpi_5_is_named(answer, wrong, tmp_path, monkeypatch):
     assert (doctor.find_mpirun().remedy is not None) == wrong
     monkeypatch.setenv("PATH", "/nowhere")
     assert "not on PATH" in doctor.find_mpirun().state
+
+
+def test_a_version_out_of_range_is_named(monkeypatch):
+    versions = {**doctor.process.versions(), "tensorflow": "2.15.1", "python": "3.9.1"}
+    monkeypatch.setattr(doctor.process, "versions", lambda: versions)
+    wrong = {finding.topic: finding.remedy for finding in doctor.find_versions() if finding.remedy}
+    assert wrong.keys() == {"tensorflow", "python"}
+    assert wrong["tensorflow"].startswith("hvdtrain needs tensorflow==2.21.0")
