@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 from hvdtrain import process
 from hvdtrain.errors import UsageError
 
-
 _REBUILD = "rebuild the environment: delete .venv and call launch/run again"
 
 
