@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -76,8 +77,8 @@ def training_dataset(source: Arrays, plan: SamplePlan, *, first_step: int = 0) -
 
     def batch(numbers: tf.Tensor, weight: tf.Tensor) -> tuple[Any, Any, tf.Tensor]:
         x, y, sample_weight = read(numbers)
-        weights = tf.fill(tf.shape(numbers), weight)
-        return x, y, weights if sample_weight is None else weights * sample_weight
+        weights = tf.cast(tf.fill(tf.shape(numbers), weight), keras.config.floatx())
+        return x, y, weights if sample_weight is None else weights * tf.cast(sample_weight, weights.dtype)
 
     epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int64).max)
     dataset = epochs.flat_map(one_epoch).skip(skipped_steps * plan.accumulate)

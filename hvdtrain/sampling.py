@@ -97,12 +97,12 @@ class SamplePlan:
         return result
 
     def epoch_slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All micro-batches of an epoch: starts, counts (int64) and weights (float32), each one-dimensional."""
+        """All micro-batches of an epoch: starts, counts (int64) and weights (float64), each one-dimensional."""
         slices = [part for step in range(self.steps_per_epoch) for part in self.slices(step)]
         return (
             np.array([part.start for part in slices], dtype=np.int64),
             np.array([part.count for part in slices], dtype=np.int64),
-            np.array([part.weight for part in slices], dtype=np.float32),
+            np.array([part.weight for part in slices], dtype=np.float64),
         )
 
 

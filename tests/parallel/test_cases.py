@@ -11,4 +11,4 @@ def test_optimizer(ranks, tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training(ranks, tmp_path):
-    run_cases("training", ranks=ranks, minimum=28, folder=tmp_path, timeout_s=400)
+    run_cases("training", ranks=ranks, minimum=33, folder=tmp_path, timeout_s=400)
