@@ -12,9 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 
-UNSET = "unset"
 # Name to the environment of the ranks; {} leaves all to hvdtrain.
 SETTINGS = {
     "Open MPI and Horovod as they come": {"OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_CYCLE_TIME": "1"},
@@ -38,7 +36,7 @@ def measure() -> None:
 
     topology = hvdtrain.init(seed=0)
     import keras
-    from networks import NETWORKS, compiled, endless_batches
+    from networks import NETWORKS, compiled, endless_batches, step_ms
 
     from hvdtrain import runtime
     from hvdtrain.steps import CompiledSteps
@@ -56,13 +54,9 @@ def measure() -> None:
                 steps = CompiledSteps(model, steps_per_call=steps_per_call, accumulate=1)
                 batches = endless_batches(model, batch_size)
 
-                def block(steps=steps, batches=batches, name=name, steps_per_call=steps_per_call) -> float:
+                def block(steps=steps, batches=batches, num_steps=STEPS[name]) -> float:
                     barrier()
-                    began_s = time.perf_counter()
-                    done = 0
-                    while done < STEPS[name]:
-                        done += steps.train(batches, steps_per_call)[0]
-                    return 1000 * (time.perf_counter() - began_s) / done
+                    return step_ms(steps, batches, num_steps)
 
                 block()
                 blocks[f"{name}, {steps_per_call} step(s) a call, {case}"] = block

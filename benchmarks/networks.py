@@ -1,9 +1,13 @@
 """The networks that the benchmarks train, with made-up samples of their shapes."""
 
+import time
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+
+from hvdtrain.steps import CompiledSteps
 
 
 def cnn() -> keras.Model:
@@ -54,3 +58,12 @@ def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> keras
         jit_compile=False,
     )
     return model
+
+
+def step_ms(steps: CompiledSteps, batches: tf.data.Iterator, num_steps: int) -> float:
+    """Makes at least ``num_steps`` steps; the time of one."""
+    began_s = time.perf_counter()
+    done = 0
+    while done < num_steps:
+        done += steps.train(batches, steps.steps_per_call)[0]
+    return 1000 * (time.perf_counter() - began_s) / done

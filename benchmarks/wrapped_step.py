@@ -6,7 +6,6 @@ Prints the ratio of the two for each pair of blocks: median, and the range of th
 """
 
 import argparse
-import time
 
 import hvdtrain
 
@@ -14,7 +13,7 @@ hvdtrain.init(seed=0)
 
 import keras
 import numpy as np
-from networks import NETWORKS, compiled, endless_batches
+from networks import NETWORKS, compiled, endless_batches, step_ms
 
 from hvdtrain.steps import CompiledSteps
 
@@ -29,11 +28,7 @@ def make_block(name: str, distributed: bool, steps_per_call: int):
     batches = endless_batches(model, batch_size)
 
     def block() -> float:
-        began_s = time.perf_counter()
-        done = 0
-        while done < STEPS_PER_BLOCK[name]:
-            done += steps.train(batches, steps_per_call)[0]
-        return 1000 * (time.perf_counter() - began_s) / done
+        return step_ms(steps, batches, STEPS_PER_BLOCK[name])
 
     block()
     return block

@@ -95,7 +95,7 @@ def _train(command: str, arguments: Sequence[str]) -> int:
         config = parse_train(arguments)
     except HvdtrainError as error:
         refused = error
-    if refused is not None and process.find_launcher().size == 1:
+    if refused is not None and process.find_launcher().name == "none":
         print(f"hvdtrain: {refused}", file=sys.stderr)
         return refused.exit_code
     # Also after an error, for the other ranks may have none: they wait for this one.

@@ -68,7 +68,7 @@ class HorovodCollectives:
         with process.horovod_start_environment(launcher):
             hvd.init()
         self._hvd = hvd
-        if hvd.size() != launcher.size:
+        if hvd.size() < launcher.size:
             raise UsageError(
                 f"{launcher.name} started {launcher.size} ranks, but MPI connects {hvd.size()}: each would train "
                 "alone. Launch with the mpirun of the MPI that Horovod was built with (see python -m hvdtrain doctor)."

@@ -79,19 +79,38 @@ def _leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Opti
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _leaves(optimizer.inner_optimizer)
     inner = getattr(optimizer, "optimizers", None)  # keras.optimizers.MultiOptimizer, from Keras 3.15 on
-    if isinstance(inner, list) and inner:
-        return [leaf for each in inner for leaf in _leaves(each)]
-    return [optimizer]
+    if not isinstance(inner, list):
+        return [optimizer]
+    if not inner:
+        raise UsageError(
+            "a MultiOptimizer made from a function has no optimizers before it is built. Call "
+            "optimizer.build(model.trainable_variables) before DistributedOptimizer(optimizer)."
+        )
+    return [leaf for each in inner for leaf in _leaves(each)]
 
 
 def _reduce_before_clipping(optimizer: Any, distribution: _Distribution) -> None:
-    clip = optimizer._clip_gradients
+    clip, apply = optimizer._clip_gradients, optimizer.apply
+    reductions = 0
 
     def reduce_then_clip(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        nonlocal reductions
+        reductions += 1
         return clip(distribution.reduce(gradients))
+
+    def apply_and_check(grads: list[tf.Tensor], trainable_variables: Any = None) -> None:
+        before = reductions
+        apply(grads, trainable_variables)
+        # Unreduced training looks healthy: every rank's loss falls. An optimizer of the user's own may not clip.
+        if len(grads) > 0 and reductions == before:
+            raise UsageError(
+                "gradients must pass through Keras' _clip_gradients, where they are averaged. "
+                f"{type(optimizer).__name__} applied them without: do not override apply or _backend_apply_gradients in it."
+            )
 
     # On the object, not on a subclass: Keras writes an optimizer's class into a saved model.
     optimizer._clip_gradients = reduce_then_clip
+    optimizer.apply = apply_and_check
     setattr(optimizer, _ATTRIBUTE, distribution)
 
 

@@ -41,6 +41,7 @@ class Launcher:
     """``horovodrun --gloo``, ``Open MPI``, ``PMI`` (Slurm, MPICH, Intel MPI) or ``none``."""
     rank: int
     size: int
+    """Ranks that it announced; 1 where it does not say (PMIx outside of Slurm)."""
     local_size: int | None
     """Ranks on this host; None where the launcher does not say."""
     bound_to_cores: bool
@@ -58,7 +59,7 @@ def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
     for name, rank_names, size_names, local_size_names in (
         ("horovodrun --gloo", ["HOROVOD_RANK"], ["HOROVOD_SIZE"], ["HOROVOD_LOCAL_SIZE"]),
         ("Open MPI", ["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_SIZE"], ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        ("PMI", ["PMI_RANK", "PMIX_RANK"], ["PMI_SIZE"], ["MPI_LOCALNRANKS"]),
+        ("PMI", ["PMI_RANK", "PMIX_RANK"], ["PMI_SIZE", "SLURM_STEP_NUM_TASKS"], ["MPI_LOCALNRANKS"]),
         ("Slurm", ["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_STEP_TASKS_PER_NODE"]),
     ):
         rank = number(*rank_names)

@@ -25,7 +25,7 @@ class CompiledSteps:
         model.jit_compile = False
         self._one = self._make_train_function(1)
         self._many = self._one if steps_per_call == 1 else self._make_train_function(steps_per_call)
-        self._steps_per_call = steps_per_call
+        self.steps_per_call = steps_per_call
         model.steps_per_execution = 1
         model.make_test_function(force=True)
 
@@ -48,8 +48,8 @@ class CompiledSteps:
         Returns:
             The number of steps made, and the metrics so far as Keras gives them: of this rank alone.
         """
-        if max_steps >= self._steps_per_call:
-            return self._steps_per_call, self._many(iterator)
+        if max_steps >= self.steps_per_call:
+            return self.steps_per_call, self._many(iterator)
         return 1, self._one(iterator)
 
     def evaluate(self, dataset: tf.data.Dataset) -> None:

@@ -145,7 +145,21 @@ class Trainer:
         return results
 
     def _start(self) -> None:
+        arguments = {
+            "batch_size": self._plan.batch_size,
+            "steps": self._total_steps,
+            "seed": self._plan.seed,
+            "accumulate": self._plan.accumulate,
+            "remainder": self._plan.remainder,
+            "log_every": self._log_every,
+            "eval_every": self._eval_every,
+            "check_every": self._check_every,
+            "steps_per_call": self._steps.steps_per_call,
+        }
+        replicas.require_agreement("arguments of Trainer", arguments, self._collectives)
         replicas.require_agreement("training data", self._training.facts(), self._collectives)
+        evaluation = {} if self._evaluation is None else self._evaluation.facts()
+        replicas.require_agreement("evaluation data", evaluation, self._collectives)
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         replicas.require_agreement("model", replicas.structure(self.model), self._collectives)

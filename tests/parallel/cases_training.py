@@ -260,12 +260,21 @@ def test_another_model_on_one_rank_is_refused_before_the_first_step():
         trainer.fit()
 
 
-def test_other_data_on_one_rank_is_refused():
-    x, y = samples(16, seed=RANK)
-    model = dense_model()
-    model.compile(optimizer="sgd", loss=loss())
+def test_other_data_or_arguments_on_one_rank_are_refused():
+    same, other = Arrays(*samples(16)), Arrays(*samples(16, seed=RANK))
+
+    def fit(training, evaluation, **arguments):
+        model = dense_model()
+        model.compile(optimizer="sgd", loss=loss())
+        hvdtrain.Trainer(model, training, evaluation, **{"batch_size": 4, "steps": 1, **arguments}).fit()
+
     with pytest.raises(DisagreementError, match="same training data"):
-        hvdtrain.Trainer(model, Arrays(x, y), batch_size=4, steps=1).fit()
+        fit(other, None)
+    with pytest.raises(DisagreementError, match="same evaluation data"):
+        fit(same, other)
+    # Rank 1 would wait in a reduction for its log line that rank 0 never makes.
+    with pytest.raises(DisagreementError, match=r"same arguments of Trainer.*log_every: 1 on rank 0"):
+        fit(same, None, log_every=1 + RANK)
 
 
 def test_an_error_of_one_rank_is_raised_on_all():

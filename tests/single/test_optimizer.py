@@ -132,6 +132,30 @@ def test_bad_arguments(make, message):
         make()
 
 
+def test_an_optimizer_that_would_go_unaveraged_is_refused():
+    class OwnWay(keras.optimizers.SGD):
+        def _backend_apply_gradients(self, grads, trainable_variables):
+            self._backend_update_step(grads, trainable_variables, self.learning_rate)
+
+    model = make_model()
+    gradients = [np.ones(v.shape, np.float32) for v in model.trainable_variables]
+    with pytest.raises(UsageError, match="OwnWay applied them without"):
+        hvdtrain.DistributedOptimizer(OwnWay()).apply(gradients, model.trainable_variables)
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
+def test_optimizers_of_a_multi_optimizer_must_be_known():
+    """They are made by the function while it is built; wrapped before, none of them would be averaged."""
+    sgd = keras.optimizers.SGD()
+    optimizer = keras.optimizers.MultiOptimizer(lambda variable: sgd)
+    with pytest.raises(UsageError, match="before it is built"):
+        hvdtrain.DistributedOptimizer(optimizer)
+    model = make_model()
+    optimizer.build(model.trainable_variables)
+    gradients = [np.ones(v.shape, np.float32) for v in model.trainable_variables]
+    hvdtrain.DistributedOptimizer(optimizer).apply(gradients, model.trainable_variables)
+
+
 def test_broadcast_needs_a_built_and_compiled_model():
     with pytest.raises(UsageError, match="must be built and compiled"):
         hvdtrain.broadcast(make_model())

@@ -26,6 +26,9 @@ from hvdtrain.process import Launcher
             {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "8"},
             Launcher("Slurm", 2, 4, None, True),
         ),
+        # srun --mpi=pmix; outside of Slurm PMIx does not say how many.
+        ({"PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, Launcher("PMI", 1, 4, None, False)),
+        ({"PMIX_RANK": "1"}, Launcher("PMI", 1, 1, None, False)),
         # A batch script of Slurm is no task of a step: one process.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launcher("none", 0, 1, 1, False)),
     ],
