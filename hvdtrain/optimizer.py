@@ -105,7 +105,8 @@ def _reduce_before_clipping(optimizer: Any, distribution: _Distribution) -> None
         if len(grads) > 0 and reductions == before:
             raise UsageError(
                 "gradients must pass through Keras' _clip_gradients, where they are averaged. "
-                f"{type(optimizer).__name__} applied them without: do not override apply or _backend_apply_gradients in it."
+                f"{type(optimizer).__name__} applied them without: "
+                "do not override apply or _backend_apply_gradients in it."
             )
 
     # On the object, not on a subclass: Keras writes an optimizer's class into a saved model.
