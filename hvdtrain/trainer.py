@@ -107,7 +107,12 @@ class Trainer:
         Raises:
             DisagreementError: ranks differ in data or model.
             DivergenceError: replicas that must be equal are not.
+            UsageError: it was called before.
         """
+        if self.step:
+            raise UsageError(
+                f"fit() may be called once. This trainer has made its {self.step} steps; make another one."
+            )
         self._start()
         clock = _Clock()
         iterator = iter(training_dataset(self._training, self._plan))

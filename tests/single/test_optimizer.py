@@ -71,6 +71,8 @@ def test_the_trainer_makes_the_bits_of_plain_fit(name, steps_per_call):
     ours, plain = make(), make()
     trainer = hvdtrain.Trainer(ours, Arrays(x, y), batch_size=32, epochs=2, seed=9, steps_per_call=steps_per_call)
     trainer.fit()
+    with pytest.raises(UsageError, match="may be called once"):
+        trainer.fit()
     for epoch in range(2):
         order = plan.order(epoch)
         plain.fit(x[order], y[order], batch_size=32, shuffle=False, verbose=0)
