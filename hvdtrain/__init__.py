@@ -7,6 +7,7 @@ from hvdtrain import errors
 
 if TYPE_CHECKING:
     from hvdtrain import data
+    from hvdtrain.batchnorm import synchronize_batch_normalization
     from hvdtrain.optimizer import DistributedOptimizer
     from hvdtrain.replicas import broadcast
     from hvdtrain.runtime import Topology, init
@@ -15,7 +16,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["DistributedOptimizer", "Task", "Topology", "Trainer", "broadcast", "data", "errors", "init"]
+__all__ = [
+    "DistributedOptimizer",
+    "Task",
+    "Topology",
+    "Trainer",
+    "broadcast",
+    "data",
+    "errors",
+    "init",
+    "synchronize_batch_normalization",
+]
 
 _HOMES = {
     "DistributedOptimizer": "optimizer",
@@ -24,6 +35,7 @@ _HOMES = {
     "Trainer": "trainer",
     "broadcast": "replicas",
     "init": "runtime",
+    "synchronize_batch_normalization": "batchnorm",
 }
 
 

@@ -54,6 +54,9 @@ def _train_parser() -> argparse.ArgumentParser:
         else:
             options["metavar"] = field.metadata["metavar"]
         groups[field.metadata["group"]].add_argument(configuration.flag_of(field.name), **options)
+    groups[configuration.RANKS].add_argument(
+        "--adasum", dest="op", action="store_const", const="adasum", default=argparse.SUPPRESS, help="--op adasum"
+    )
     return parser
 
 
@@ -68,6 +71,8 @@ def parse_train(argv: Sequence[str]) -> TrainConfig:
     config = configuration.build(flags, config_file)
     if config.data_dir is not None and not Path(config.data_dir).is_dir():
         raise DataError(f"--data-dir must be an existing folder. Received: {config.data_dir!r}")
+    if config.timeline is not None and not Path(config.timeline).absolute().parent.is_dir():
+        raise DataError(f"--timeline must be a file in an existing folder. Received: {config.timeline!r}")
     return config
 
 

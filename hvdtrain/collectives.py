@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 GradientReducer = Callable[[Sequence[Gradient]], list[Gradient]]
 
-_REDUCE_OPS = ("average", "sum")
+_REDUCE_OPS = ("average", "sum", "adasum")
 _COMPRESSIONS = ("none", "fp16")
 
 
@@ -56,6 +56,12 @@ class Collectives(Protocol):
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         """A scalar that is true where it is true on every rank; it works inside a tf.function."""
+
+    def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
+        """Every rank's vector, shape ``[n]``, as the rows of one matrix ``[size, n]``.
+
+        It works inside a tf.function and has a gradient. ``name`` is of the one place that calls it.
+        """
 
 
 class HorovodCollectives:
@@ -132,6 +138,8 @@ class HorovodCollectives:
         if self.size == 1:
             return list
         hvd = self._hvd
+        if op == "adasum":
+            return self._adasum_reducer(compression)
         from horovod.tensorflow.keras import DistributedOptimizer
 
         reduce_op = {"average": hvd.Average, "sum": hvd.Sum}[op]
@@ -165,6 +173,39 @@ class HorovodCollectives:
             return reduced
 
         return reduce
+
+    def _adasum_reducer(self, compression: str) -> GradientReducer:
+        hvd = self._hvd
+        if self.size & (self.size - 1):
+            raise UsageError(
+                f"op='adasum' needs a number of ranks that is a power of 2. Received: {self.size}. Use op='average'."
+            )
+        if not hvd.mpi_enabled():
+            raise UsageError("op='adasum' needs MPI. This job runs over Gloo: launch with mpirun, or horovodrun --mpi.")
+        compressor = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression]
+
+        def reduce(gradients: Sequence[Gradient]) -> list[Gradient]:
+            # One by one: the angle between two ranks' gradients is taken for each variable by itself.
+            tensors = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            return [hvd.allreduce(tensor, op=hvd.Adasum, compression=compressor) for tensor in tensors]
+
+        return reduce
+
+    def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
+        hvd, rank, size = self._hvd, self.rank, self.size
+
+        @tf.custom_gradient
+        def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            rows = hvd.allgather(own[tf.newaxis], name=name)
+            rows.set_shape([size, own.shape[0]])
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                # Every rank's loss depends on this rank's row.
+                return hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}_gradient")[rank]
+
+            return rows, gradient
+
+        return gather(row)
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         flag = self._hvd.allreduce(tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true")
@@ -202,6 +243,9 @@ class OneProcess:
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         return value
 
+    def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
+        return row[tf.newaxis]
+
 
 def check_reducer_options(op: str, compression: str, groups: int | None) -> None:
     """Raises UsageError where an option breaks its rule."""
@@ -209,6 +253,8 @@ def check_reducer_options(op: str, compression: str, groups: int | None) -> None
         raise UsageError(f"op must be one of {', '.join(_REDUCE_OPS)}. Received: {op!r}")
     if compression not in _COMPRESSIONS:
         raise UsageError(f"compression must be one of {', '.join(_COMPRESSIONS)}. Received: {compression!r}")
+    if groups is not None and op == "adasum":
+        raise UsageError(f"op='adasum' reduces each gradient by itself. Received: groups={groups}. Leave groups out.")
     if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
         raise UsageError(f"groups must be None or a whole number of at least 1. Received: {groups!r}")
 

@@ -67,11 +67,51 @@ class TrainConfig:
     clip_norm: float | None = _option(
         LEARNING, None, "largest global norm of the averaged gradient (default: no limit)", metavar="X"
     )
+    clip_value: float | None = _option(
+        LEARNING, None, "largest magnitude of an element of the averaged gradient (default: no limit)", metavar="X"
+    )
+    weight_decay: float | None = _option(
+        LEARNING,
+        None,
+        "decoupled weight decay, per step and unit of learning rate (default: the optimizer's)",
+        metavar="X",
+    )
+    ema: float | None = _option(
+        LEARNING,
+        None,
+        "momentum of a moving average of the weights, which is then evaluated and saved (default: none)",
+        metavar="X",
+    )
+    mixed_precision: str = _option(
+        LEARNING,
+        "none",
+        "compute in half precision; float16 with loss scaling",
+        choices=("none", "float16", "bfloat16"),
+    )
+    op: str = _option(RANKS, "average", "how gradients of ranks are put together", choices=("average", "sum", "adasum"))
     compression: str = _option(RANKS, "none", "how gradients travel between ranks", choices=("none", "fp16"))
+    groups: int | None = _option(RANKS, None, "reduce the gradients in this many messages (default: Horovod's choice)")
+    sync_batchnorm: bool = _option(RANKS, False, "batch normalisation over the samples of all ranks")
     accumulate: int = _option(RANKS, 1, "micro-batches per step, with one allreduce for all of them", metavar="K")
     check_every: int = _option(RANKS, 500, "steps between comparisons of all variables over ranks; 0: only at the end")
     eval_every: int = _option(RUNNING, 0, "steps between evaluations; 0: at the end of each epoch")
     log_every: int = _option(RUNNING, 10, "steps between log lines")
+    histograms_every: int = _option(
+        RUNNING, 0, "steps between histograms of weights and gradients in TensorBoard; 0: none"
+    )
+    on_nan: str = _option(
+        RUNNING,
+        "stop",
+        "what follows a loss or gradient that is not finite: end the job, or skip the step on every rank",
+        choices=("stop", "skip"),
+    )
+    bad_samples: int = _option(RUNNING, 0, "samples that may be unreadable, over all ranks; they are told and left out")
+    timeline: str | None = _option(
+        RUNNING, None, "file for Horovod's trace of all reductions, for chrome://tracing", metavar="FILE"
+    )
+    profile_steps: str | None = _option(
+        RUNNING, None, "steps to profile with TensorFlow's profiler, into the run folder's tensorboard/", metavar="A:B"
+    )
     seed: int = _option(RUNNING, 0, "of the initial weights, the order of samples and dropout")
     deterministic: bool = _option(RUNNING, False, "bit-equal runs: deterministic operations, sums in a fixed order")
     threads: int | None = _option(RUNNING, None, "compute threads per rank (default: a fair share of the host's cores)")
@@ -80,13 +120,20 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "epochs", "batch_size", "accumulate", "log_every", "threads", "steps_per_call"):
+        for name in ("steps", "epochs", "batch_size", "accumulate", "groups", "log_every", "threads", "steps_per_call"):
             _require(self, name, lambda value: value >= 1, "at least 1")
-        for name in ("warmup_steps", "eval_every", "check_every", "seed"):
+        for name in ("warmup_steps", "eval_every", "check_every", "histograms_every", "bad_samples", "seed"):
             _require(self, name, lambda value: value >= 0, "at least 0")
-        for name in ("learning_rate", "clip_norm", "lr_decay_rate"):
+        for name in ("learning_rate", "clip_norm", "clip_value", "lr_decay_rate"):
             _require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
         _require(self, "lr_decay_steps", lambda value: value >= 1, "at least 1")
+        _require(
+            self, "weight_decay", lambda value: math.isfinite(value) and value >= 0, "a finite number of at least 0"
+        )
+        _require(self, "ema", lambda value: 0 <= value < 1, "at least 0 and below 1")
+        _require(
+            self, "profile_steps", lambda value: _is_step_range(value), "two steps, first:last, the first at least 1"
+        )
         for field in dataclasses.fields(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in choices:
@@ -96,9 +143,26 @@ class TrainConfig:
                 f"--steps and --epochs exclude each other. Received: {self.steps} and {self.epochs}. Give one of them."
             )
 
+        if self.clip_norm is not None and self.clip_value is not None:
+            raise UsageError(
+                "--clip-norm and --clip-value exclude each other. Received: "
+                f"{self.clip_norm} and {self.clip_value}. Give one of them."
+            )
+
+    @property
+    def profile_range(self) -> tuple[int, int]:
+        """The first and last step to profile; 0 and 0 for none."""
+        first, _, last = (self.profile_steps or "0:0").partition(":")
+        return int(first), int(last)
+
     def as_dict(self) -> dict[str, Any]:
         """The values by field name, ready for JSON."""
         return dataclasses.asdict(self)
+
+
+def _is_step_range(text: str) -> bool:
+    first, _, last = text.partition(":")
+    return first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last)
 
 
 def flag_of(name: str) -> str:

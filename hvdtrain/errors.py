@@ -13,6 +13,10 @@ class UsageError(HvdtrainError, ValueError):
     exit_code = 64
 
 
+class NonFiniteError(HvdtrainError):
+    """A loss or a gradient is NaN or infinite. Exit code 1."""
+
+
 class DataError(HvdtrainError):
     """Data or a checkpoint is missing or unusable. Exit code 65."""
 

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from hvdtrain import process
 from hvdtrain.collectives import Collectives
-from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError
+from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError, NonFiniteError
 
 Result = TypeVar("Result")
 
@@ -34,6 +34,9 @@ def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Res
     failed: Exception | None = None
     try:
         result = action()
+    except JobError:
+        # Every rank raises it already; gathering once more would wait for those that met it elsewhere.
+        raise
     except Exception as error:
         failed = error
     report = None if failed is None else (describe(failed), exit_code_of(failed))
@@ -43,6 +46,16 @@ def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Res
             message, exit_code = each
             raise JobError(message, exit_code=exit_code, rank=rank) from failed
     return result  # type: ignore[return-value]
+
+
+def on_first_rank(action: Callable[[], Result], collectives: Collectives) -> Result:
+    """Runs an action on rank 0 alone and gives every rank its result, which must be picklable.
+
+    Raises:
+        JobError: on every rank, where it fails.
+    """
+    result = on_every_rank(lambda: action() if collectives.rank == 0 else None, collectives)
+    return collectives.allgather(result)[0]
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -67,19 +80,27 @@ def end_job(error: Exception, collectives: Collectives | None, step: int | None 
     if collectives is None or collectives.size == 1:
         _write(f"hvdtrain: {describe(error)}")
         raise SystemExit(code)
-    if isinstance(error, JobError | DisagreementError | DivergenceError):
+    if isinstance(error, JobError | DisagreementError | DivergenceError | NonFiniteError):
         speaker = error.rank if isinstance(error, JobError) else 0
         if collectives.rank == speaker:
-            _write(f"hvdtrain: rank {speaker} (host {process.host_name()}): {error}")
+            tell(speaker, str(error))
         collectives.barrier()  # a launcher kills all ranks when the first one ends: not before it was told
         raise SystemExit(code)
     where = "" if step is None else f" at step {step}"
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
-    _write(
-        f"hvdtrain: rank {collectives.rank} (host {process.host_name()}) failed{where}: {cause}\n"
-        + "".join(traceback.format_exception(error)).rstrip()
-    )
+    # The message of an error of ours says all; of any other the traceback is needed.
+    trace = "" if isinstance(error, HvdtrainError) else "\n" + "".join(traceback.format_exception(error)).rstrip()
+    _write(f"hvdtrain: {_place(collectives.rank)} failed{where}: {cause}{trace}")
     os._exit(code)
+
+
+def tell(rank: int, text: str) -> None:
+    """Writes what a rank has to say to a person, on stderr: a rank other than 0 has no reporter."""
+    _write(f"hvdtrain: {_place(rank)}: {text}")
+
+
+def _place(rank: int) -> str:
+    return f"rank {rank} (host {process.host_name()})"
 
 
 def _write(text: str) -> None:

@@ -11,6 +11,8 @@ from hvdtrain.config import TrainConfig, flag_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.failure import end_job, on_every_rank
 from hvdtrain.optimizer import DistributedOptimizer
+from hvdtrain.profiler import Profiler
+from hvdtrain.report import Reporter, RunShape
 from hvdtrain.run_directory import RunDirectory, open_run_directory
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
@@ -18,7 +20,7 @@ from hvdtrain.tasks import Data, Task, load_task
 from hvdtrain.trainer import Trainer
 
 # May differ between ranks: folders and cores are a host's own.
-_OWN_TO_A_RANK = ("data_dir", "run_dir", "threads")
+_OWN_TO_A_RANK = ("data_dir", "run_dir", "threads", "timeline")
 
 
 def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
@@ -33,9 +35,12 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
     """
     collectives = None
     trainer: Trainer | None = None
+    reporter = Reporter()
     try:
         runtime.init(
-            threads=config.threads if config else None, deterministic=config.deterministic if config else False
+            threads=config.threads if config else None,
+            deterministic=config.deterministic if config else False,
+            timeline=config.timeline if config else None,
         )
         collectives = runtime.current().collectives
         asked = on_every_rank(lambda: _accepted(config, refused), collectives)
@@ -45,13 +50,16 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
         task, data = on_every_rank(lambda: _read(asked), collectives)
         config = with_task_defaults(asked, task)
         run_directory = open_run_directory(collectives.rank, Path(config.run_dir or f"runs/{config.task}"))
+        reporter = run_directory.reporter
         trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory), collectives)
         on_every_rank(lambda: run_directory.start(config.as_dict()), collectives)
-        run_directory.reporter.started(_facts(config, trainer))
+        reporter.started(_facts(config, trainer), RunShape(trainer.total_steps, trainer.plan.steps_per_epoch))
         summary = {"task": config.task, **trainer.fit()}
         on_every_rank(lambda: _finish(config, task, trainer.model, run_directory, summary), collectives)
-        run_directory.reporter.finished(summary)
+        reporter.finished(summary)
+        reporter.close()
     except Exception as error:
+        reporter.close()
         end_job(error, collectives, None if trainer is None else trainer.step)
     return 0
 
@@ -85,7 +93,15 @@ def make_optimizer(config: TrainConfig, learning_rate: Any) -> keras.optimizers.
         UsageError: Keras has no optimizer of that name.
     """
     assert config.optimizer is not None
-    options: dict[str, Any] = {"learning_rate": learning_rate, "global_clipnorm": config.clip_norm}
+    options: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "global_clipnorm": config.clip_norm,
+        "clipvalue": config.clip_value,
+    }
+    if config.weight_decay is not None:
+        options["weight_decay"] = config.weight_decay
+    if config.ema is not None:
+        options.update(use_ema=True, ema_momentum=config.ema)
     if config.accumulate > 1:
         options["gradient_accumulation_steps"] = config.accumulate
     name = config.optimizer
@@ -125,7 +141,6 @@ def _learning_rate(config: TrainConfig, total_steps: int) -> Any:
 def _finish(
     config: TrainConfig, task: Task, model: keras.Model, run_directory: RunDirectory, summary: dict[str, Any]
 ) -> None:
-    run_directory.write_checkpoint(model, summary)
     # The saved model has to open without hvdtrain, which a schedule of ours would need.
     model.compile(
         optimizer=make_optimizer(config, peak_learning_rate(config)), loss=task.loss(), metrics=task.metrics()
@@ -140,18 +155,20 @@ def _read(config: TrainConfig) -> tuple[Task, Data]:
 
 def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: RunDirectory) -> Trainer:
     assert config.batch_size is not None
-    num_ranks = runtime.current().topology.size
+    collectives = runtime.current().collectives
     plan = SamplePlan(
         num_samples=data.training.num_samples,
         batch_size=config.batch_size,
-        size=num_ranks,
+        size=collectives.size,
         accumulate=config.accumulate,
     )
     total_steps = config.steps or (config.epochs or 0) * plan.steps_per_epoch
+    if config.mixed_precision != "none":
+        keras.config.set_dtype_policy(f"mixed_{config.mixed_precision}")
     model = task.make_model()
     optimizer = make_optimizer(config, _learning_rate(config, total_steps))
     model.compile(
-        optimizer=DistributedOptimizer(optimizer, compression=config.compression),
+        optimizer=DistributedOptimizer(optimizer, op=config.op, compression=config.compression, groups=config.groups),
         loss=task.loss(),
         metrics=task.metrics(),
     )
@@ -167,7 +184,13 @@ def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: Ru
         log_every=config.log_every,
         eval_every=config.eval_every,
         check_every=config.check_every,
+        histograms_every=config.histograms_every,
+        on_nan=config.on_nan,
+        bad_samples=config.bad_samples,
+        sync_batchnorm=config.sync_batchnorm,
         reporter=run_directory.reporter,
+        profiler=Profiler(*config.profile_range, folder=run_directory.profile_folder),
+        checkpoint=lambda step: on_every_rank(lambda: run_directory.write_checkpoint(model, step), collectives),
     )
 
 

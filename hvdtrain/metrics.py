@@ -3,8 +3,10 @@
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.collectives import Collectives
+from hvdtrain.errors import UsageError
 
 
 def reduced_results(model: keras.Model, collectives: Collectives) -> dict[str, float]:
@@ -22,6 +24,22 @@ def reduced_results(model: keras.Model, collectives: Collectives) -> dict[str, f
     finally:
         for variable, value in zip(variables, local, strict=True):
             variable.assign(value)
+
+
+def require_sums(model: keras.Model) -> None:
+    """Refuses metrics whose state is no sum, which cannot be added up over ranks; call it after a reset.
+
+    Raises:
+        UsageError: a metric's state does not start at 0.
+    """
+    for metric in model.metrics:
+        for variable in metric.variables:
+            if np.any(variable.numpy()):
+                raise UsageError(
+                    f"the state of a metric must be sums, which start at 0, to be added up over ranks. Received: "
+                    f"metric {metric.name!r}, whose variable {variable.path!r} starts at another value. Compute it in "
+                    "a callback, or write it as sums."
+                )
 
 
 def _scalars(results: dict[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,35 @@
 """``hvd.DistributedOptimizer``, working on Keras 3."""
 
 import dataclasses
-import statistics
-import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvdtrain import runtime
-from hvdtrain.collectives import Collectives, GradientReducer
+from hvdtrain.collectives import Collectives, Gradient, GradientReducer
 from hvdtrain.errors import UsageError
 
 _ATTRIBUTE = "_hvdtrain_distribution"
 
+Observer = Callable[[Sequence[Gradient], list[Gradient], Sequence[keras.Variable]], list[Gradient]]
+"""Given a step's own gradients, the reduced ones and their variables, gives back the reduced ones to apply."""
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass
 class _Distribution:
     """What a distributed optimizer carries."""
 
     collectives: Collectives
     reduce: GradientReducer
-    bytes_per_value: int | None
-    """On the wire; None: those of the gradient's dtype."""
+    op: str
+    compression: str
+    observers: list[Observer] = dataclasses.field(default_factory=list)
+    applies: tf.Variable | None = None
+    """Where there is one, updates are made only while it is true."""
+    variables: Sequence[keras.Variable] = ()
+    """Those whose gradients are being applied."""
 
 
 def DistributedOptimizer(
@@ -47,7 +54,9 @@ def DistributedOptimizer(
 
     Args:
         optimizer: any Keras optimizer, ``LossScaleOptimizer`` and ``MultiOptimizer`` included.
-        op: ``average`` (equal to one process with the whole batch) or ``sum``.
+        op: ``average`` (equal to one process with the whole batch), ``sum``, or ``adasum``, which
+            averages where ranks agree and adds where they are orthogonal (Maleki et al.,
+            arXiv:2006.02924; applied to gradients; a power of 2 of ranks, over MPI).
         compression: ``none``, or ``fp16`` to send half the bytes at half precision.
         groups: reduce the gradients in this many messages; None lets Horovod choose by timing.
         sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
@@ -61,23 +70,23 @@ def DistributedOptimizer(
     if is_distributed(optimizer):
         raise UsageError(f"{optimizer.name} is distributed already; wrap an optimizer once.")
     collectives = collectives or runtime.current().collectives
-    for leaf in _leaves(optimizer):
+    for leaf in leaves(optimizer):
         reduce = collectives.gradient_reducer(
             name=leaf.name, op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense
         )
-        _reduce_before_clipping(leaf, _Distribution(collectives, reduce, 2 if compression == "fp16" else None))
+        _distribute(leaf, _Distribution(collectives, reduce, op, compression))
     return optimizer
 
 
 def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
     """True when the optimizer reduces its gradients across ranks."""
-    return any(hasattr(leaf, _ATTRIBUTE) for leaf in _leaves(optimizer))
+    return any(hasattr(leaf, _ATTRIBUTE) for leaf in leaves(optimizer))
 
 
-def _leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that apply gradients, where the given one only hands them on."""
+def leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that apply gradients, where the given one may only hand them on."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _leaves(optimizer.inner_optimizer)
+        return leaves(optimizer.inner_optimizer)
     inner = getattr(optimizer, "optimizers", None)  # keras.optimizers.MultiOptimizer, from Keras 3.15 on
     if not isinstance(inner, list):
         return [optimizer]
@@ -86,20 +95,30 @@ def _leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Opti
             "a MultiOptimizer made from a function has no optimizers before it is built. Call "
             "optimizer.build(model.trainable_variables) before DistributedOptimizer(optimizer)."
         )
-    return [leaf for each in inner for leaf in _leaves(each)]
+    return [leaf for each in inner for leaf in leaves(each)]
 
 
-def _reduce_before_clipping(optimizer: Any, distribution: _Distribution) -> None:
+def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
+    """How a distributed optimizer reduces: ``op``, ``compression``, ``observers``, ``applies``."""
+    return getattr(leaves(optimizer)[0], _ATTRIBUTE)
+
+
+def _distribute(optimizer: Any, distribution: _Distribution) -> None:
     clip, apply = optimizer._clip_gradients, optimizer.apply
     reductions = 0
 
-    def reduce_then_clip(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    def reduce_then_clip(gradients: list[Gradient]) -> list[Gradient]:
         nonlocal reductions
         reductions += 1
-        return clip(distribution.reduce(gradients))
+        reduced = distribution.reduce(gradients)
+        for observer in distribution.observers:
+            reduced = observer(gradients, reduced, distribution.variables)
+        return clip(reduced)
 
-    def apply_and_check(grads: list[tf.Tensor], trainable_variables: Any = None) -> None:
+    def apply_and_check(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
         before = reductions
+        known = getattr(optimizer, "_trainable_variables", []) if trainable_variables is None else trainable_variables
+        distribution.variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
         apply(grads, trainable_variables)
         # Unreduced training looks healthy: every rank's loss falls. An optimizer of the user's own may not clip.
         if len(grads) > 0 and reductions == before:
@@ -112,40 +131,55 @@ def _reduce_before_clipping(optimizer: Any, distribution: _Distribution) -> None
     # On the object, not on a subclass: Keras writes an optimizer's class into a saved model.
     optimizer._clip_gradients = reduce_then_clip
     optimizer.apply = apply_and_check
+    optimizer._apply_weight_decay = _only_while_applying(optimizer._apply_weight_decay, distribution)
+    optimizer._backend_update_step = _only_while_applying(optimizer._backend_update_step, distribution)
+    average = optimizer._update_model_variables_moving_average
+    if optimizer.gradient_accumulation_steps:
+        average = _moving_average_per_update(optimizer)
+    optimizer._update_model_variables_moving_average = _only_while_applying(average, distribution)
     setattr(optimizer, _ATTRIBUTE, distribution)
+
+
+def _only_while_applying(action: Callable[..., None], distribution: _Distribution) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        if distribution.applies is None:
+            action(*arguments)
+        else:
+            keras.ops.cond(distribution.applies.read_value(), lambda: action(*arguments), lambda: None)
+
+    return run
+
+
+def _moving_average_per_update(optimizer: Any) -> Callable[..., None]:
+    """Keras averages the weights at each micro-batch, also where they have not changed: K times too slow a decay."""
+    steps = optimizer.gradient_accumulation_steps
+
+    def update(trainable_variables: Sequence[keras.Variable]) -> None:
+        if not optimizer.use_ema:
+            return
+        micro_batches = tf.convert_to_tensor(optimizer._iterations) + 1
+        # The first update starts the average.
+        momentum = tf.where(micro_batches > steps, tf.constant(optimizer.ema_momentum, tf.float64), 0.0)
+
+        def average_all() -> None:
+            for variable, average in zip(trainable_variables, optimizer._model_variables_moving_average, strict=True):
+                if average is not None:
+                    kept = tf.cast(momentum, average.dtype)
+                    average.assign(kept * average + (1 - kept) * variable)
+
+        keras.ops.cond(micro_batches % steps == 0, average_all, lambda: None)
+
+    return update
 
 
 def gradient_bytes(optimizer: keras.optimizers.Optimizer) -> int:
     """The bytes of gradients that a rank hands to the allreduce at each update, sparse ones as if dense."""
     total = 0
-    for leaf in _leaves(optimizer):
-        width = getattr(leaf, _ATTRIBUTE).bytes_per_value
+    for leaf in leaves(optimizer):
+        on_wire = 2 if getattr(leaf, _ATTRIBUTE).compression == "fp16" else None
         for variable in leaf._trainable_variables:
-            total += variable.value.shape.num_elements() * (width or tf.as_dtype(variable.dtype).size)
+            total += variable.value.shape.num_elements() * (on_wire or tf.as_dtype(variable.dtype).size)
     return total
-
-
-def communication_ms(optimizer: keras.optimizers.Optimizer, repeats: int = 7) -> float:
-    """The median time of reducing gradients of this optimizer's shapes and nothing else.
-
-    What a step would wait if nothing of it were hidden. Every rank has to call it.
-    """
-    leaves = [leaf for leaf in _leaves(optimizer) if leaf._trainable_variables]
-    if getattr(leaves[0], _ATTRIBUTE).collectives.size == 1:
-        return 0.0
-    gradients = [[tf.zeros(v.shape, v.dtype) for v in leaf._trainable_variables] for leaf in leaves]
-
-    @tf.function
-    def reduce_all() -> list[tf.Tensor]:
-        return [getattr(leaf, _ATTRIBUTE).reduce(each) for leaf, each in zip(leaves, gradients, strict=True)]
-
-    reduce_all()
-    times_ms = []
-    for _ in range(repeats):
-        began_s = time.perf_counter()
-        reduce_all()
-        times_ms.append(1000 * (time.perf_counter() - began_s))
-    return statistics.median(times_ms)
 
 
 _check_finite_here = keras.optimizers.LossScaleOptimizer.check_finite
@@ -157,7 +191,7 @@ def _check_finite_on_every_rank(self: Any, gradients: list[tf.Tensor]) -> tf.Ten
     Rank 0 overflows and skips; rank 1 does not, reduces its gradients, and waits for rank 0 for ever.
     """
     finite = _check_finite_here(self, gradients)
-    distribution = getattr(_leaves(self)[0], _ATTRIBUTE, None)
+    distribution = getattr(leaves(self)[0], _ATTRIBUTE, None)
     if distribution is None or distribution.collectives.size == 1:
         return finite
     return distribution.collectives.all_true(finite)

@@ -27,6 +27,8 @@ _CHATTER = (
     "Unable to register cu",
 )
 
+_PROC = Path("/proc")
+
 # Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
 # Open MPI polls without pause: where ranks fill the cores, Horovod's background thread took a third
 # of the machine. Horovod looks for work every millisecond by default, as long as a small model's step.
@@ -115,6 +117,56 @@ def fix_fusion() -> None:
     os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
 
 
+def stdout_is_terminal() -> bool:
+    """True where a progress bar on this rank's stdout is drawn for a person.
+
+    Open MPI gives each rank a terminal of its own even where all that ranks say goes to a file. What
+    counts is the launcher's stdout: that of the nearest ancestor whose stdout is not this process'.
+    """
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return False
+    if find_launcher().name == "none":
+        return True
+    try:
+        own = _PROC.joinpath("self/fd/1").readlink()
+        ancestor = _PROC / str(os.getppid())
+        while ancestor.joinpath("fd/1").readlink() == own:
+            ancestor = _PROC / _parent(ancestor)
+        return _is_terminal(ancestor / "fd/1") and not _tags_lines(ancestor)
+    except OSError:
+        # The launcher cannot be looked at: it is another user's, or stands outside of this container.
+        return False
+
+
+def _parent(process: Path) -> str:
+    # The second field, the program's name, may hold spaces and brackets.
+    return process.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+
+
+def _tags_lines(launcher: Path) -> bool:
+    # mpirun, as horovodrun calls it: a name before each line pushes a bar out of its place.
+    arguments = launcher.joinpath("cmdline").read_text(errors="replace").split("\0")
+    return any(each.lstrip("-") in ("tag-output", "timestamp-output") for each in arguments)
+
+
+def _is_terminal(path: Path) -> bool:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    try:
+        return os.isatty(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """Where a user's files go that can be made again: by the XDG rules, in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+def trace_reductions(path: str) -> None:
+    """Has Horovod write its timeline; to be called before it starts."""
+    os.environ["HOROVOD_TIMELINE"] = path
+
+
 def host_name() -> str:
     """The name this host goes by."""
     return socket.gethostname()
@@ -197,6 +249,13 @@ def configure_devices(local_rank: int, local_size: int, threads: int | None, bou
     with without_chatter():
         tf.config.list_logical_devices()
     return "CPU" if index is None else f"GPU:{index}"
+
+
+def is_deterministic() -> bool:
+    """True when TensorFlow refuses operations whose outcome may vary, the clock's included."""
+    from tensorflow.python.framework import config
+
+    return bool(config.is_op_determinism_enabled())
 
 
 def versions() -> dict[str, str]:

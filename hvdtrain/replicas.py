@@ -52,6 +52,11 @@ def weights_sha256(model: keras.Model) -> str:
     return digest.hexdigest()
 
 
+def weights_by_path(model: keras.Model) -> dict[str, np.ndarray]:
+    """The values of the trainable weights."""
+    return {variable.path: variable.numpy() for variable in model.trainable_variables}
+
+
 def structure(model: keras.Model) -> dict[str, str]:
     """What two replicas of a model must share: each variable's path, shape and dtype."""
     variables = [("model", model.weights), ("optimizer", model.optimizer.variables)]

@@ -7,9 +7,11 @@ from typing import Any, Protocol
 
 import keras
 
+from hvdtrain import process
 from hvdtrain.checkpoint import write_checkpoint, write_text
 from hvdtrain.errors import DataError
-from hvdtrain.report import ConsoleReporter, JsonLinesReporter, NullReporter, Reporter, SeveralReporters
+from hvdtrain.replicas import weights_sha256
+from hvdtrain.report import JsonLinesReporter, Reporter, SeveralReporters, TensorBoardReporter, console_reporter
 
 CONFIG_FILE = "config.json"
 
@@ -20,10 +22,14 @@ class RunDirectory(Protocol):
     @property
     def reporter(self) -> Reporter: ...
 
+    @property
+    def profile_folder(self) -> Path | None:
+        """Where TensorFlow's profiler writes; None: not on this rank."""
+
     def start(self, config: Mapping[str, Any]) -> None:
         """Makes the folder ready and keeps the configuration in it."""
 
-    def write_checkpoint(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+    def write_checkpoint(self, model: keras.Model, step: int) -> None:
         """Writes the model's weights and its optimizer's state."""
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
@@ -33,12 +39,13 @@ class RunDirectory(Protocol):
 class NoRunDirectory:
     """Writes nothing."""
 
-    reporter: Reporter = NullReporter()
+    reporter = Reporter()
+    profile_folder = None
 
     def start(self, config: Mapping[str, Any]) -> None:
         pass
 
-    def write_checkpoint(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+    def write_checkpoint(self, model: keras.Model, step: int) -> None:
         pass
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
@@ -46,11 +53,19 @@ class NoRunDirectory:
 
 
 class OwnedRunDirectory:
-    """A folder with ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``model.keras`` and ``summary.json``."""
+    """A folder with the run's configuration, metrics, TensorBoard files, checkpoints, model and summary."""
 
     def __init__(self, path: Path):
         self._path = path
-        self.reporter: Reporter = SeveralReporters([ConsoleReporter(), JsonLinesReporter(path / "metrics.jsonl")])
+        self.profile_folder: Path | None = path / "tensorboard"
+        console = console_reporter(process.stdout_is_terminal())
+        self.reporter: Reporter = SeveralReporters(
+            [
+                console,
+                JsonLinesReporter(path / "metrics.jsonl"),
+                TensorBoardReporter(path / "tensorboard", console),
+            ]
+        )
 
     def start(self, config: Mapping[str, Any]) -> None:
         """An earlier run in this place is moved aside, never overwritten.
@@ -67,10 +82,10 @@ class OwnedRunDirectory:
                 f"--run-dir must be a folder that can be written. Received: {self._path} ({error}). Give another one."
             ) from error
         if moved is not None:
-            self.reporter.started({"earlier run": f"moved to {moved}"})
+            self.reporter.warned(0, f"{self._path} held an earlier run, which was moved to {moved}")
 
-    def write_checkpoint(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
-        facts = {"step": summary["steps"], "weights_sha256": summary["weights_sha256"]}
+    def write_checkpoint(self, model: keras.Model, step: int) -> None:
+        facts = {"step": step, "weights_sha256": weights_sha256(model)}
         write_checkpoint(self._path / "checkpoints", model, facts)
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:

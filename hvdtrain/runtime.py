@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import process
-from hvdtrain.collectives import Collectives, HorovodCollectives
+from hvdtrain.collectives import Collectives, HorovodCollectives, OneProcess
 from hvdtrain.errors import UsageError
 
 
@@ -37,7 +37,13 @@ class Runtime:
 _runtime: Runtime | None = None
 
 
-def init(*, seed: int | None = None, threads: int | None = None, deterministic: bool = False) -> Topology:
+def init(
+    *,
+    seed: int | None = None,
+    threads: int | None = None,
+    deterministic: bool = False,
+    timeline: str | None = None,
+) -> Topology:
     """Starts Horovod and gives this rank its GPU, its share of the cores and its seeds.
 
     Call it first, before TensorFlow computes anything. A second call returns what the first one made.
@@ -46,19 +52,20 @@ def init(*, seed: int | None = None, threads: int | None = None, deterministic: 
         seed: for Keras, NumPy and Python, the same on every rank; None leaves them alone.
         threads: compute threads of this rank; None: a fair share of the host's cores.
         deterministic: bit-equal runs, at the cost of speed.
+        timeline: a file in which rank 0 has Horovod trace every reduction, for chrome://tracing.
 
     Raises:
         UsageError: the launcher started more ranks than MPI connects, or Keras runs on another backend.
     """
     global _runtime
     if _runtime is None:
-        _runtime = _start(threads, deterministic)
+        _runtime = _start(threads, deterministic, timeline)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return _runtime.topology
 
 
-def _start(threads: int | None, deterministic: bool) -> Runtime:
+def _start(threads: int | None, deterministic: bool, timeline: str | None) -> Runtime:
     process.prepare_environment()
     if keras.backend.backend() != "tensorflow":
         raise UsageError(
@@ -68,6 +75,8 @@ def _start(threads: int | None, deterministic: bool) -> Runtime:
     if deterministic:
         process.fix_fusion()
         tf.config.experimental.enable_op_determinism()
+    if timeline is not None:
+        process.trace_reductions(timeline)
     launcher = process.find_launcher()
     collectives = HorovodCollectives(launcher)
     device = process.configure_devices(collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores)
@@ -95,3 +104,8 @@ def current() -> Runtime:
     if _runtime is None:
         raise UsageError("hvdtrain.init() must be called first, before the model is made.")
     return _runtime
+
+
+def collectives() -> Collectives:
+    """Those of this process; those of a process by itself where hvdtrain.init() was not called."""
+    return OneProcess() if _runtime is None else _runtime.collectives

@@ -21,7 +21,8 @@ class Slice:
     start: int
     count: int
     weight: float
-    """Of each sample in the loss, so that the mean over ranks is the mean over the samples."""
+    """Of the mean loss over these samples, so that the mean over ranks and micro-batches is the mean over
+    the step's samples: 1 in a full step, 0 where this is no sample of the rank's own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class SamplePlan:
     samples of an epoch, which fill no step:
 
     * ``pad``: they are shared out evenly over ranks and micro-batches. Each counts once; a rank left
-      without one gets a sample of weight zero. The mean loss is exact.
+      without one gets a filler: a sample of weight zero. The mean loss is exact.
     * ``drop``: they are left out of this epoch (another order, other samples in the next).
 
     Raises:
@@ -75,11 +76,44 @@ class SamplePlan:
         full, rest = divmod(self.num_samples, self.global_batch_size)
         return full + (1 if rest and self.remainder == "pad" else 0)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the weight is 1 in every micro-batch of every rank."""
+        return self.remainder == "drop" or self._last_samples % (self.size * self.accumulate) == 0
+
+    @property
+    def has_fillers(self) -> bool:
+        """Whether any micro-batch of any rank has no sample of its own."""
+        return self.remainder == "pad" and 0 < self._last_samples < self.size * self.accumulate
+
+    @property
+    def _last_samples(self) -> int:
+        return self.num_samples % self.global_batch_size
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Those that are trained on: all, or with ``drop`` those of full steps."""
+        return min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
+
     def order(self, epoch: int) -> np.ndarray:
         """The epoch's order: sample numbers, shape ``[num_samples]``, int64; equal on every rank."""
         if not self.shuffle:
             return np.arange(self.num_samples)
         return np.random.Generator(np.random.Philox([self.seed, epoch])).permutation(self.num_samples)
+
+    def epoch_seed(self, epoch: int) -> np.int32:
+        """The epoch's part of the seeds for augmentation; equal on every rank."""
+        return np.random.SeedSequence([self.seed, epoch]).generate_state(1).view(np.int32)[0]
+
+    def numbers(self, micro_batch: int, excluded: frozenset[int] = frozenset()) -> np.ndarray:
+        """The samples that this rank reads in its micro-batch of that number, counted across epochs."""
+        epoch, index = divmod(micro_batch, self.steps_per_epoch * self.accumulate)
+        step, part = divmod(index, self.accumulate)
+        taken = self.slices(step)[part]
+        order, start, count = self.order(epoch), taken.start, taken.count
+        if excluded:
+            order, (start,), (count,), _ = leave_out(excluded, order, np.array([start]), np.array([count]), np.ones(1))
+        return order[start : start + count]
 
     def slices(self, step: int) -> list[Slice]:
         """This rank's micro-batches in a step of an epoch, one :class:`Slice` each."""
@@ -109,3 +143,30 @@ class SamplePlan:
 def shard(num_samples: int, rank: int, size: int) -> range:
     """A rank's samples where each is looked at once and steps need not be equal, as in evaluation."""
     return range(rank * num_samples // size, (rank + 1) * num_samples // size)
+
+
+def shard_batches(
+    num_samples: int, batch_size: int, rank: int, size: int, excluded: frozenset[int] = frozenset()
+) -> list[np.ndarray]:
+    """A rank's share of the samples in batches, without those excluded; a batch of which none is left does not come."""
+    mine = shard(num_samples, rank, size)
+    numbers = np.arange(mine.start, mine.stop, dtype=np.int64)
+    batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
+    if excluded:
+        out = np.fromiter(excluded, np.int64)
+        batches = [batch[~np.isin(batch, out)] for batch in batches]
+    return [batch for batch in batches if len(batch)]
+
+
+def leave_out(
+    excluded: frozenset[int], order: np.ndarray, starts: np.ndarray, counts: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The order and slices of an epoch (see :meth:`SamplePlan.epoch_slices`) without the samples excluded.
+
+    Each slice's weight shrinks with its samples. One of which nothing is left gets any sample, at weight 0.
+    """
+    kept = ~np.isin(order, np.fromiter(excluded, np.int64))
+    kept_before = np.concatenate([[0], np.cumsum(kept)])
+    left = kept_before[starts + counts] - kept_before[starts]
+    new_starts = np.where(left > 0, kept_before[starts], 0)
+    return order[kept], new_starts, np.maximum(left, 1), weights * left / counts

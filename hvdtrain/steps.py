@@ -1,64 +1,188 @@
 """The compiled train and evaluation step: Keras' own, run several at a time."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-Logs = dict[str, tf.Tensor]
+from hvdtrain.errors import UsageError
+from hvdtrain.gradient_watch import GradientWatch
+from hvdtrain.step_times import StepTimes
 
 
 class CompiledSteps:
     """Runs a compiled model's ``train_step``, one or ``steps_per_call`` steps in one call.
 
     Args:
-        model: a compiled Keras model.
+        model: a compiled Keras model with a distributed optimizer.
         steps_per_call: the most steps that one call may run.
         accumulate: micro-batches in a step.
+        times: counts the steps and notes where their time goes.
+        watch: told of losses and gradients; None: nobody looks at them.
+        weighted: False where every part of every step counts the same, so that nothing is weighted.
+        has_fillers: True where a rank may get a sample that counts for nothing.
+        loss_sums: True where the losses sum over the batch: parts then count the same, but for fillers.
+        skips_non_finite: True where a step may be skipped; its loss then stays out of the mean.
     """
 
-    def __init__(self, model: keras.Model, *, steps_per_call: int, accumulate: int):
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        steps_per_call: int = 1,
+        accumulate: int = 1,
+        times: StepTimes | None = None,
+        watch: GradientWatch | None = None,
+        weighted: bool = True,
+        has_fillers: bool = False,
+        loss_sums: bool = False,
+        skips_non_finite: bool = False,
+    ):
         self._model = model
         self._accumulate = accumulate
+        self._watch = watch
+        self._weighted = weighted
+        self._has_fillers = has_fillers
+        self._loss_sums = loss_sums
+        self._part_weight: tf.Tensor | None = None
+        self._loss: tf.Tensor | None = None
         # Horovod's operations cannot stand inside a cluster compiled by XLA, which Keras chooses on a GPU.
         model.jit_compile = False
-        self._one = self._make_train_function(1)
-        self._many = self._one if steps_per_call == 1 else self._make_train_function(steps_per_call)
-        self.steps_per_call = steps_per_call
         model.steps_per_execution = 1
         model.make_test_function(force=True)
+        self._weigh_and_watch(model.optimizer)
+        if skips_non_finite:
+            _leave_out_non_finite(model._loss_tracker)
+        self.times = times or StepTimes(accumulate)
+        self.steps_per_call = steps_per_call
+        # One compiled function for calls of every length: Horovod names what it reduces after the graph,
+        # and a rank that completes a call which an error broke off has to meet the others in theirs.
+        self._is_single = steps_per_call * accumulate == 1
+        self._run = self._compiled(self._run_one if self._is_single else self._run_several)
 
-    def _make_train_function(self, steps: int) -> Callable[[Iterator[Any]], Logs]:
-        # Keras reads the number while it traces, on the first call: each function sets its own.
-        batches = steps * self._accumulate
-        self._model.steps_per_execution = batches
-        self._model.make_train_function(force=True)
-        function = self._model.train_function
+    @property
+    def steps_made(self) -> int:
+        """Whole steps."""
+        return self.times.micro_batches // self._accumulate
 
-        def run(iterator: Iterator[Any]) -> Logs:
-            self._model.steps_per_execution = batches
-            return function(iterator)
+    def part_weight(self) -> tf.Tensor | None:
+        """While a step is traced: what this rank's micro-batch counts for; None where all count the same."""
+        return self._part_weight
 
-        return run
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self._model.run_eagerly:
+            return function
+        return tf.function(tf.autograph.experimental.do_not_convert(function), reduce_retracing=True)
 
-    def train(self, iterator: Iterator[Any], max_steps: int) -> tuple[int, Logs]:
-        """Makes one call of at most ``max_steps`` steps.
+    def _weigh_and_watch(self, optimizer: Any) -> None:
+        scale_loss, apply = optimizer.scale_loss, optimizer.apply
 
-        Returns:
-            The number of steps made, and the metrics so far as Keras gives them: of this rank alone.
+        def weigh_and_scale(loss: tf.Tensor) -> tf.Tensor:
+            self._loss = loss
+            if self._part_weight is not None:
+                weight = self._part_weight > 0 if self._loss_sums else self._part_weight
+                loss = loss * tf.cast(weight, loss.dtype)
+            return scale_loss(loss)
+
+        def apply_watched(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            if self._watch is not None and self._loss is not None:
+                grads = self._watch.poison(self._loss, grads)
+            apply(grads, trainable_variables)
+
+        optimizer.scale_loss = weigh_and_scale
+        optimizer.apply = apply_watched
+
+    def _train_on_batch(self, data: Any, part_weight: tf.Tensor) -> None:
+        model = self._model
+        self._part_weight = part_weight if self._weighted else None
+        self._loss = None
+        applies = None if self._watch is None else self._watch.applies
+        try:
+            metrics = _Kept(model.metrics_variables if self._has_fillers else [])
+            # A batch that is skipped has gone through BatchNormalization, whose statistics would keep its NaN.
+            statistics = _Kept(_float_statistics(model) if applies is not None else [])
+            model.train_step(data)
+            metrics.restore_unless(part_weight > 0)
+            if applies is not None:
+                statistics.restore_unless(applies.read_value())
+            if self._weighted and self._loss is None:
+                raise UsageError(
+                    f"{type(model).__name__}.train_step must call self.optimizer.scale_loss(loss) before it takes the "
+                    "gradient, for the last samples of an epoch are weighted there. Call it, or train with "
+                    "remainder='drop'."
+                )
+        finally:
+            self._part_weight = self._loss = None
+
+    def _run_one(self, iterator: Iterator[Any]) -> None:
+        data, part_weight = self.times.next_batch(iterator)
+        self._train_on_batch(data, part_weight)
+        self.times.end_micro_batch()
+
+    def _run_several(self, iterator: Iterator[Any], batches: tf.Tensor) -> None:
+        def body(done: tf.Tensor) -> list[tf.Tensor]:
+            self._run_one(iterator)
+            return [done + 1]
+
+        tf.while_loop(lambda done: done < batches, body, [tf.constant(0)], parallel_iterations=1)
+
+    def build(self, element_spec: Any) -> None:
+        """Makes the metrics' variables, where they have to be there before the first step is traced."""
+        if self._has_fillers:
+            data, _ = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), element_spec)
+            self._model._symbolic_build(data_batch=data)
+
+    def train(self, iterator: Iterator[Any], steps: int) -> None:
+        """Makes one call of at most ``steps_per_call`` steps.
+
+        Args:
+            iterator: of ``(data, part_weight)``, see :func:`hvdtrain.data.training_dataset`.
         """
-        if max_steps >= self.steps_per_call:
-            return self.steps_per_call, self._many(iterator)
-        return 1, self._one(iterator)
+        self._train(iterator, steps * self._accumulate)
 
-    def evaluate(self, dataset: tf.data.Dataset) -> None:
-        """Updates the model's metrics, reset first, with each batch of the dataset."""
-        self._model.reset_metrics()
+    def complete(self, iterator: Iterator[Any], steps: int) -> None:
+        """Makes the micro-batches that are missing from a call which should have reached ``steps`` steps in all."""
+        self._train(iterator, steps * self._accumulate - self.times.micro_batches)
+
+    def _train(self, iterator: Iterator[Any], micro_batches: int) -> None:
+        if self._is_single:
+            self._run(iterator)
+        else:
+            self._run(iterator, tf.constant(micro_batches))
+
+    def evaluate(self, iterator: Iterator[Any]) -> None:
+        """Updates the model's metrics with the iterator's next batch.
+
+        Raises:
+            StopIteration, tf.errors.OutOfRangeError: there is none.
+        """
         self._model.steps_per_execution = 1
-        iterator = iter(dataset)
-        while True:
-            try:
-                self._model.test_function(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                return
+        self._model.test_function(iterator)
+
+
+class _Kept:
+    """The values of variables, to be put back within the same step."""
+
+    def __init__(self, variables: Sequence[keras.Variable]):
+        self._variables = variables
+        self._values = [tf.identity(variable.value) for variable in variables]
+
+    def restore_unless(self, condition: tf.Tensor) -> None:
+        for variable, value in zip(self._variables, self._values, strict=True):
+            variable.assign(tf.where(condition, variable.value, value))
+
+
+def _float_statistics(model: keras.Model) -> list[keras.Variable]:
+    return [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
+
+
+def _leave_out_non_finite(loss_tracker: Any) -> None:
+    update = loss_tracker.update_state
+
+    def update_state(loss: tf.Tensor, sample_weight: Any = None) -> Any:
+        finite = tf.math.is_finite(loss)
+        weight = tf.cast(1 if sample_weight is None else sample_weight, loss.dtype)
+        return update(tf.where(finite, loss, 0), sample_weight=tf.where(finite, weight, 0))
+
+    loss_tracker.update_state = update_state

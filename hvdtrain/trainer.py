@@ -1,38 +1,63 @@
 """The training loop: the order of things; how they are done stands elsewhere."""
 
-import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
-import numpy as np
+import tensorflow as tf
 
-from hvdtrain import replicas, runtime
-from hvdtrain.data import Arrays, evaluation_dataset, training_dataset
+from hvdtrain import process, replicas, runtime
+from hvdtrain.bad_samples import BadSampleQuota
+from hvdtrain.batchnorm import synchronize_batch_normalization
+from hvdtrain.callbacks import RankCallbacks
+from hvdtrain.clock import Clock
+from hvdtrain.data import Source
 from hvdtrain.errors import UsageError
+from hvdtrain.evaluation import Evaluator
+from hvdtrain.failure import on_every_rank
+from hvdtrain.feed import EvaluationFeed, TrainingFeed
+from hvdtrain.gradient_watch import GradientWatch, described, is_not_finite
+from hvdtrain.loss_scale import overflowed_steps, require_usable_loss_scale
+from hvdtrain.losses import sums_over_batch
 from hvdtrain.metrics import reduced_results
-from hvdtrain.optimizer import DistributedOptimizer, communication_ms, gradient_bytes, is_distributed
-from hvdtrain.report import NullReporter, Reporter
+from hvdtrain.optimizer import DistributedOptimizer, distribution_of, gradient_bytes, is_distributed, leaves
+from hvdtrain.profiler import Profiler
+from hvdtrain.report import Reporter
 from hvdtrain.sampling import SamplePlan
+from hvdtrain.step_times import StepTimes, TimeShares
 from hvdtrain.steps import CompiledSteps
+from hvdtrain.weight_average import averaged_weights, keeps_average
 
 
 class Trainer:
     """Trains a compiled Keras model on all ranks as one process would train it on the whole batch.
 
     Args:
-        model: built and compiled; its optimizer is made distributed if it is not yet.
+        model: built and compiled; its optimizer is made distributed if it is not yet. One made with
+            ``use_ema=True`` has its averaged weights evaluated, and left in the model at the end.
         training: the samples to train on, all of them on every rank; each rank reads its share.
         evaluation: the samples to evaluate on, likewise; None: no evaluation.
         batch_size: samples per rank and micro-batch.
         steps: updates to make; or ``epochs``.
         epochs: passes over the samples; or ``steps``.
-        seed: of the order of samples.
+        callbacks: Keras callbacks, the same on every rank; see :class:`~hvdtrain.callbacks.RankCallbacks`.
+        seed: of the order of samples and of what augments them.
         accumulate: micro-batches per step, one allreduce for all. More than 1 needs an optimizer
             with ``gradient_accumulation_steps`` of the same value.
-        steps_per_call: steps in one compiled call.
-        log_every, eval_every, check_every: in steps; ``eval_every=0``: at the end of each epoch;
-            ``check_every=0``: variables are compared over ranks only at the end.
+        remainder: ``pad`` or ``drop``, see :class:`~hvdtrain.sampling.SamplePlan`.
+        steps_per_call: steps in one compiled call. Callbacks hear of a call's last batch only.
+        log_every, eval_every, check_every, histograms_every: in steps; ``eval_every=0``: at the end
+            of each epoch; ``check_every=0``: variables are compared over ranks only at the end;
+            ``histograms_every=0``: none.
+        on_nan: what follows a loss or gradient that is not finite: ``stop`` or ``skip`` the step.
+        bad_samples: how many samples may be unreadable, over all ranks.
+        sync_batchnorm: BatchNormalization over all ranks in every layer, not only in those made with
+            ``synchronized=True``.
         reporter: told what happens (default: nobody).
+        profiler: of a range of steps (default: none).
+        checkpoint: called on every rank after the last step, with the number of steps made, before
+            averaged weights replace the model's own.
 
     Raises:
         UsageError: an argument breaks its rule.
@@ -41,12 +66,13 @@ class Trainer:
     def __init__(
         self,
         model: keras.Model,
-        training: Arrays,
-        evaluation: Arrays | None = None,
+        training: Source,
+        evaluation: Source | None = None,
         *,
         batch_size: int,
         steps: int | None = None,
         epochs: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
         seed: int = 0,
         accumulate: int = 1,
         remainder: str = "pad",
@@ -54,37 +80,88 @@ class Trainer:
         log_every: int = 10,
         eval_every: int = 0,
         check_every: int = 500,
+        histograms_every: int = 0,
+        on_nan: str = "stop",
+        bad_samples: int = 0,
+        sync_batchnorm: bool = False,
         reporter: Reporter | None = None,
+        profiler: Profiler | None = None,
+        checkpoint: Callable[[int], None] | None = None,
     ):
         self._collectives = runtime.current().collectives
-        self._hosts = self._collectives.cross_size
         self._plan = SamplePlan(
             num_samples=training.num_samples,
             batch_size=batch_size,
             rank=self._collectives.rank,
             size=self._collectives.size,
             seed=seed,
+            shuffle=not training.keeps_order,
             accumulate=accumulate,
             remainder=remainder,
         )
         if (steps is None) == (epochs is None):
             raise UsageError(f"give either steps or epochs. Received: steps={steps}, epochs={epochs}")
         self._total_steps = steps if steps is not None else (epochs or 0) * self._plan.steps_per_epoch
-        if (getattr(model.optimizer, "gradient_accumulation_steps", None) or 1) != accumulate:
-            raise UsageError(
-                f"accumulate must equal the optimizer's gradient_accumulation_steps. Received: {accumulate} and "
-                f"{model.optimizer.gradient_accumulation_steps}"
-            )
         self.model = model
+        self._prepare_optimizer(accumulate)
+        op = distribution_of(model.optimizer).op
+        loss_sums = sums_over_batch(model, op, training.has_sample_weights, accumulate)
         self._training = training
         self._evaluation = evaluation
-        if not is_distributed(model.optimizer):
-            DistributedOptimizer(model.optimizer, collectives=self._collectives)
         self._eval_every = eval_every or self._plan.steps_per_epoch
         self._log_every = log_every
         self._check_every = check_every
-        self._steps = CompiledSteps(model, steps_per_call=steps_per_call, accumulate=accumulate)
-        self._reporter = reporter or NullReporter()
+        self._histograms_every = histograms_every
+        self._on_nan = on_nan
+        self._callbacks = RankCallbacks(
+            callbacks,
+            model,
+            self._collectives,
+            epochs=-(-self._total_steps // self._plan.steps_per_epoch),
+            steps_per_epoch=self._plan.steps_per_epoch,
+        )
+        times = StepTimes(accumulate)
+        self._watch = GradientWatch(
+            model.optimizer,
+            times,
+            on_nan=on_nan,
+            copy_every=histograms_every,
+            compression_error_every=log_every,
+        )
+        self._steps = CompiledSteps(
+            model,
+            times=times,
+            steps_per_call=steps_per_call,
+            accumulate=accumulate,
+            watch=self._watch,
+            weighted=not self._plan.is_even or bad_samples > 0,
+            has_fillers=self._plan.has_fillers or bad_samples > 0,
+            loss_sums=loss_sums,
+            skips_non_finite=on_nan == "skip" or isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer),
+        )
+        self._num_synchronized = synchronize_batch_normalization(
+            model, all_layers=sync_batchnorm, collectives=self._collectives, part_weight=self._steps.part_weight
+        )
+        self._shows_average = keeps_average(model.optimizer) and not self._callbacks.swap_averaged_weights
+        self._quota = BadSampleQuota(bad_samples, self._collectives)
+        self._shares = TimeShares(times, self._collectives, process.host_name())
+        self._reporter = reporter or Reporter()
+        self._profiler = profiler or Profiler()
+        self._checkpoint = checkpoint
+        self._evaluator: Evaluator | None = None
+        if evaluation is not None:
+            place = (self._collectives.rank, self._collectives.size)
+            self._evaluator = Evaluator(
+                model,
+                self._steps,
+                EvaluationFeed(evaluation, batch_size, *place, self._quota),
+                self._collectives,
+                uses_average=self._shows_average,
+            )
+        self._skipped_steps_told = 0
+        self._values: dict[str, float] = {}
+        self._evaluated: dict[str, float] = {}
+        self._validated: dict[str, float] = {}
         self.step = 0
         """Steps made."""
 
@@ -105,8 +182,10 @@ class Trainer:
             What a run's ``summary.json`` holds, but for what only the command line knows.
 
         Raises:
-            DisagreementError: ranks differ in data or model.
+            DataError: more samples are unreadable than allowed, or a file changed while training.
+            DisagreementError: ranks differ in arguments, data or model.
             DivergenceError: replicas that must be equal are not.
+            NonFiniteError: a loss or a gradient is not finite, with ``on_nan='stop'``.
             UsageError: it was called before.
         """
         if self.step:
@@ -114,40 +193,99 @@ class Trainer:
                 f"fit() may be called once. This trainer has made its {self.step} steps; make another one."
             )
         self._start()
-        clock = _Clock()
-        iterator = iter(training_dataset(self._training, self._plan))
-        evaluated: dict[str, float] = {}
-        values: dict[str, float] = {}
-        while self.step < self._total_steps:
+        feed, clock = TrainingFeed(self._training, self._plan, self._quota), Clock()
+        self._steps.build(feed.iterator.element_spec)
+        self._callbacks.train_begins()
+        stops = False
+        while self.step < self._total_steps and not stops:
             if self.step % self._plan.steps_per_epoch == 0:
-                self.model.reset_metrics()
-            clock.start_call()
-            made, _ = self._steps.train(iterator, self._steps_to_next_event())
-            clock.end_call(made)
-            self.step += made
-            if self._is_due(self._log_every):
-                values = reduced_results(self.model, self._collectives)
-                self._reporter.progressed(self.step, {**values, **clock.speed_since_last(self._plan.global_batch_size)})
+                self._begin_epoch()
+            self._profiler.before(self.step)
+            self._train(feed, clock)
+            self._profiler.after(self.step)
+            if self._callbacks.hear_train_batches:
+                stops = self._end_call()
+            self._report(clock, is_last=stops)
             if self._check_every and self._is_due(self._check_every):
                 replicas.require_equal_replicas(self.model, self._collectives, self.step)
-            if self._evaluation is not None and self._is_due(self._eval_every):
-                evaluated = self.evaluate()
-                self._reporter.evaluated(self.step, evaluated)
-        return self._summary(clock, values, evaluated)
+            if self._evaluator is not None and (self._is_due(self._eval_every) or stops):
+                self._evaluated = self._evaluator.run(self._callbacks)
+                self._validated = {f"val_{name}": value for name, value in self._evaluated.items()}
+                self._reporter.evaluated(self.step, self._evaluated)
+            if self._is_due(self._plan.steps_per_epoch) or stops:
+                stops = self._end_epoch() or stops
+        return self._finish(clock)
 
-    def evaluate(self) -> dict[str, float]:
-        """Loss and metrics over all evaluation samples, each counted once; the same on every rank."""
-        assert self._evaluation is not None
-        training_state = [variable.numpy() for variable in self.model.metrics_variables]
+    def _begin_epoch(self) -> None:
+        on_every_rank(self._training.check_unchanged, self._collectives)
+        self.model.reset_metrics()
+        self._validated = {}
+        self._callbacks.epoch_begins(self.step // self._plan.steps_per_epoch)
+
+    def _train(self, feed: TrainingFeed, clock: Clock) -> None:
+        """Makes one call of one or more steps; of the same length on every rank, whatever it meets."""
+        first, length = self.step, min(self._steps_to_next_event(), self._steps.steps_per_call)
+        if self._callbacks.hear_train_batches:
+            self._callbacks.train_call_begins(self.step % self._plan.steps_per_epoch)
+        clock.start_call()
+        try:
+            self._steps.train(feed.iterator, length)
+        except tf.errors.OpError as error:
+            self._mend(error, feed, first + length)
+        clock.end_call(length)
+        self.step = first + length
+        self._shares.made(length)
+
+    def _mend(self, error: tf.errors.OpError, feed: TrainingFeed, last_step: int) -> None:
+        """Completes a call past samples that cannot be read; the other ranks wait in a reduction meanwhile."""
+        while self._steps.steps_made < last_step:
+            self.step = self._steps.steps_made
+            if is_not_finite(error):
+                raise self._watch.error(self.step + 1, self._collectives) from None
+            feed.resume_after(error, self._steps.times.micro_batches)
+            try:
+                self._steps.complete(feed.iterator, last_step)
+            except tf.errors.OpError as another:
+                error = another
+
+    def _end_call(self) -> bool:
+        """Gives back whether a callback stops the training."""
+        if any(self.step % every == 0 for every in self._callbacks.save_intervals):
+            replicas.share_statistics(self.model, self._collectives)
+        last_batch = (self.step - 1) % self._plan.steps_per_epoch
+        return self._callbacks.train_call_ends(last_batch, reduced_results(self.model, self._collectives))
+
+    def _report(self, clock: Clock, *, is_last: bool) -> None:
+        if self._is_due(self._log_every) or is_last:
+            self._values = reduced_results(self.model, self._collectives)
+            self._quota.total()
+            self._look_for_skipped()
+            self._reporter.progressed(self.step, {**self._values, **self._gauges(clock)})
+        if self._histograms_every and self.step % self._histograms_every == 0:
+            self._reporter.histograms(self.step, replicas.weights_by_path(self.model), self._watch.copies())
+
+    def _gauges(self, clock: Clock) -> dict[str, float]:
+        return {
+            "learning_rate": float(leaves(self.model.optimizer)[0].learning_rate),
+            "gradient_norm": self._watch.norm(),
+            **clock.speed_since_last(self._plan.global_batch_size),
+        }
+
+    def _look_for_skipped(self) -> None:
+        skipped = self._watch.skipped_steps()
+        if skipped > self._skipped_steps_told:
+            self._skipped_steps_told = skipped
+            culprits = described(self._watch.culprits(self._collectives))
+            self._reporter.warned(self.step, f"{skipped} step(s) skipped so far on every rank; the last: {culprits}")
+        require_usable_loss_scale(self.model.optimizer, self.step)
+
+    def _end_epoch(self) -> bool:
+        """Gives back whether a callback stops the training."""
+        epoch = (self.step - 1) // self._plan.steps_per_epoch
+        values = reduced_results(self.model, self._collectives)
         replicas.share_statistics(self.model, self._collectives)
-        dataset = evaluation_dataset(
-            self._evaluation, self._plan.batch_size, self._collectives.rank, self._collectives.size
-        )
-        self._steps.evaluate(dataset)
-        results = reduced_results(self.model, self._collectives)
-        for variable, value in zip(self.model.metrics_variables, training_state, strict=True):
-            variable.assign(value)
-        return results
+        with averaged_weights(self.model.optimizer) if self._shows_average else nullcontext():
+            return self._callbacks.epoch_ends(epoch, {**values, **self._validated})
 
     def _start(self) -> None:
         arguments = {
@@ -159,94 +297,80 @@ class Trainer:
             "log_every": self._log_every,
             "eval_every": self._eval_every,
             "check_every": self._check_every,
+            "histograms_every": self._histograms_every,
             "steps_per_call": self._steps.steps_per_call,
+            "on_nan": self._on_nan,
+            "callbacks": self._callbacks.names,
+            "synchronised BatchNormalization layers": self._num_synchronized,
         }
         replicas.require_agreement("arguments of Trainer", arguments, self._collectives)
         replicas.require_agreement("training data", self._training.facts(), self._collectives)
         evaluation = {} if self._evaluation is None else self._evaluation.facts()
         replicas.require_agreement("evaluation data", evaluation, self._collectives)
+        for source in (self._training, self._evaluation):
+            if source is not None:
+                self._quota.note_known(source.bad_samples)
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
+        self._watch.build(self.model.trainable_variables)
         replicas.require_agreement("model", replicas.structure(self.model), self._collectives)
         replicas.broadcast(self.model, collectives=self._collectives)
+        self._reporter.model_built(self.model)
+
+    def _prepare_optimizer(self, accumulate: int) -> None:
+        optimizer = self.model.optimizer
+        for leaf in leaves(optimizer):
+            if (leaf.gradient_accumulation_steps or 1) != accumulate:
+                raise UsageError(
+                    f"accumulate must equal the optimizer's gradient_accumulation_steps. Received: {accumulate} and "
+                    f"{leaf.gradient_accumulation_steps}"
+                )
+        if not is_distributed(optimizer):
+            DistributedOptimizer(optimizer, collectives=self._collectives)
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self._total_steps
 
     def _steps_to_next_event(self) -> int:
         """No call runs past a step at which something is to happen."""
-        intervals = [self._log_every, self._eval_every, self._plan.steps_per_epoch]
-        if self._check_every:
-            intervals.append(self._check_every)
-        return min(self._total_steps - self.step, *(every - self.step % every for every in intervals))
+        intervals = [
+            *(self._log_every, self._eval_every, self._plan.steps_per_epoch, self._check_every),
+            *(self._histograms_every, *self._callbacks.save_intervals),
+        ]
+        marks = [self._total_steps, *self._profiler.marks]
+        return min(
+            *(every - self.step % every for every in intervals if every),
+            *(mark - self.step for mark in marks if mark > self.step),
+        )
 
-    def _summary(self, clock: "_Clock", values: dict[str, float], evaluated: dict[str, float]) -> dict[str, Any]:
+    def _finish(self, clock: Clock) -> dict[str, Any]:
+        self._profiler.close()
         replicas.require_equal_replicas(self.model, self._collectives, self.step)
-        step_ms = clock.step_ms()
+        if self._checkpoint is not None:
+            self._checkpoint(self.step)
+        if self._shows_average:
+            self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
+        self._callbacks.train_ends(self._values)
         full_epochs, rest = divmod(self.step, self._plan.steps_per_epoch)
-        in_epoch = self._plan.num_samples
-        if self._plan.remainder == "drop":
-            in_epoch = self._plan.steps_per_epoch * self._plan.global_batch_size
-        communicating_ms = communication_ms(self.model.optimizer)
         return {
             "mode": "sync",
             "ranks": self._plan.size,
-            "hosts": self._hosts,
+            "hosts": self._collectives.cross_size,
             "steps": self.step,
             "epochs": self.step / self._plan.steps_per_epoch,
-            "samples": full_epochs * in_epoch + rest * self._plan.global_batch_size,
-            "loss": values.get("loss"),
-            "metrics": {name: value for name, value in values.items() if name != "loss"},
-            "eval": evaluated,
+            "samples": full_epochs * self._plan.samples_per_epoch + rest * self._plan.global_batch_size,
+            "loss": self._values.get("loss"),
+            "metrics": {name: value for name, value in self._values.items() if name != "loss"},
+            "eval": self._evaluated,
             "wall_seconds": clock.wall_seconds(),
             "examples_per_second": self._plan.global_batch_size / clock.seconds_per_step(),
-            "step_ms": step_ms,
-            "communication_fraction": min(1.0, communicating_ms / step_ms["p50"]),
+            "step_ms": clock.step_ms(),
+            **self._shares.summary(1000 * clock.seconds_per_step()),
             "bytes_reduced": self.step * gradient_bytes(self.model.optimizer),
+            "skipped_steps": self._watch.skipped_steps() + overflowed_steps(self.model.optimizer, self.step),
+            "bad_samples": self._quota.total(),
+            "compression_error": self._watch.compression_error(),
             "averaging_rounds": 0,
             "resumed_from": None,
             "weights_sha256": replicas.weights_sha256(self.model),
         }
-
-
-class _Clock:
-    """Times the calls of a run. The first call of each length compiles; it is left out where others exist."""
-
-    def __init__(self) -> None:
-        self._began_s = time.perf_counter()
-        self._call_began_s = 0.0
-        self._lengths_seen: set[int] = set()
-        self._compiling: list[tuple[int, float]] = []
-        self._compiled: list[tuple[int, float]] = []
-        self._told = 0
-
-    def start_call(self) -> None:
-        self._call_began_s = time.perf_counter()
-
-    def end_call(self, steps: int) -> None:
-        call = (steps, time.perf_counter() - self._call_began_s)
-        (self._compiled if steps in self._lengths_seen else self._compiling).append(call)
-        self._lengths_seen.add(steps)
-
-    def wall_seconds(self) -> float:
-        return time.perf_counter() - self._began_s
-
-    def speed_since_last(self, examples_per_step: int) -> dict[str, float]:
-        """Over the calls since this was last asked."""
-        recent = self._compiled[self._told :] or self._compiling
-        self._told = len(self._compiled)
-        seconds_per_step = _seconds_per_step(recent)
-        return {"examples/s": examples_per_step / seconds_per_step, "s/batch": seconds_per_step}
-
-    def seconds_per_step(self) -> float:
-        """The mean over the run."""
-        return _seconds_per_step(self._compiled or self._compiling)
-
-    def step_ms(self) -> dict[str, float]:
-        """Median and 95th percentile of the time of a step, in milliseconds."""
-        milliseconds = [1000 * seconds / steps for steps, seconds in self._compiled or self._compiling]
-        return {"p50": float(np.percentile(milliseconds, 50)), "p95": float(np.percentile(milliseconds, 95))}
-
-
-def _seconds_per_step(calls: list[tuple[int, float]]) -> float:
-    return sum(seconds for _, seconds in calls) / sum(steps for steps, _ in calls)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+from one_process import train_alone
 
 import hvdtrain
 from hvdtrain import replicas, runtime
@@ -49,20 +50,6 @@ def make(make_model, model_seed: int, optimizer) -> keras.Model:
     return model
 
 
-def train_alone(model: keras.Model, x, y, *, seed: int, steps: int) -> None:
-    """Plain Keras on the whole global batch, in the documented order."""
-    step = epoch = 0
-    while step < steps:
-        order = np.random.Generator(np.random.Philox([seed, epoch])).permutation(len(x))
-        for first in range(0, len(x), GLOBAL_BATCH):
-            if step == steps:
-                return
-            batch = order[first : first + GLOBAL_BATCH]
-            model.train_on_batch(x[batch], y[batch])
-            step += 1
-        epoch += 1
-
-
 def difference_from_one_process(make_model, name: str, *, accumulate: int = 1, steps_per_call: int = 1) -> float:
     """1,437 samples leave 29 for the last step of an epoch: they do not divide by any number of ranks."""
     data = digits.read_data(None).training
@@ -81,7 +68,7 @@ def difference_from_one_process(make_model, name: str, *, accumulate: int = 1, s
     )
     summary = trainer.fit()
     alone = make(make_model, 100, OPTIMIZERS[name]())
-    train_alone(alone, x, y, seed=5, steps=STEPS)
+    train_alone(alone, x, y, global_batch=GLOBAL_BATCH, seed=5, steps=STEPS)
     assert summary["steps"] == STEPS
     assert len(set(COLLECTIVES.allgather(summary["weights_sha256"]))) == 1
     return relative_difference(values(ours.weights), values(alone.weights))
@@ -124,25 +111,25 @@ def test_every_sample_once_an_epoch(num_samples, batch_size, accumulate):
     numbers = np.arange(num_samples)
     epochs = 2
     micro_batches = epochs * plan.steps_per_epoch * accumulate
-    seen: list[list[tuple[int, float]]] = []
-    for x, y, weight in training_dataset(Arrays(numbers, numbers), plan).take(micro_batches):
+    seen: list[tuple[list[int], float]] = []
+    for (x, y), factor in training_dataset(Arrays(numbers, numbers), plan).take(micro_batches):
         assert np.array_equal(x, y)
-        seen.append([(int(n), float(w)) for n, w in zip(x, weight, strict=True)])
+        seen.append(([int(n) for n in x], float(factor)))
     everyone = COLLECTIVES.allgather(seen)
     assert {len(each) for each in everyone} == {micro_batches}
     per_epoch = plan.steps_per_epoch * accumulate
     for epoch in range(epochs):
         window = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-        drawn = [n for rank in everyone for i in window for n, w in rank[i] if w > 0]
+        drawn = [n for rank in everyone for i in window for n in rank[i][0] if rank[i][1] > 0]
         assert sorted(drawn) == list(range(num_samples))
         # Step by step: the samples are the next ones of the one global order, weighted as one mean.
         order = plan.order(epoch)
         for step in range(plan.steps_per_epoch):
             parts = [rank[epoch * per_epoch + step * accumulate + k] for k in range(accumulate) for rank in everyone]
-            numbers_of_step = [n for part in parts for n, w in part if w > 0]
+            numbers_of_step = [n for part, factor in parts for n in part if factor > 0]
             first = step * plan.global_batch_size
             assert numbers_of_step == list(order[first : first + plan.global_batch_size])
-            shares = [w / len(part) / len(parts) for part in parts for _, w in part if w > 0]
+            shares = [factor / len(part) / len(parts) for part, factor in parts for _ in part if factor > 0]
             assert shares == pytest.approx([1 / len(numbers_of_step)] * len(numbers_of_step), rel=1e-6)
 
 

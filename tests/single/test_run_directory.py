@@ -28,12 +28,31 @@ def test_only_rank_0_owns_a_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_earlier_runs_are_moved_aside(tmp_path):
+def test_earlier_runs_are_moved_aside(tmp_path, capsys):
     path = tmp_path / "run"
     for number in range(3):
         open_run_directory(0, path).start({"number": number})
     numbers = [json.loads((folder / "config.json").read_text())["number"] for folder in sorted(tmp_path.iterdir())]
     assert numbers == [2, 0, 1]  # run, run.1, run.2
+    warning = json.loads((path / "metrics.jsonl").read_text())
+    assert (warning["event"], warning["step"]) == ("warning", 0)
+    assert warning["text"] == f"{path} held an earlier run, which was moved to {path}.2"
+    assert capsys.readouterr().out.count("warning: ") == 2
+
+
+def test_what_happens_is_told_on_the_console_and_in_files(tmp_path, capsys):
+    path = tmp_path / "run"
+    directory = open_run_directory(0, path)
+    directory.start({})
+    directory.reporter.progressed(10, {"loss": 0.25})
+    directory.reporter.evaluated(10, {"loss": 0.5})
+    directory.reporter.close()
+    assert [line[10:] for line in capsys.readouterr().out.splitlines()] == [
+        "step 10  loss 0.25",
+        "step 10  evaluation: loss 0.5",
+    ]
+    assert len((path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert sorted(folder.name for folder in (path / "tensorboard").iterdir()) == ["eval", "train"]
 
 
 @pytest.mark.parametrize("kind", ["foreign files", "a file", "below a file"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.sampling import SamplePlan, shard
+from hvdtrain.sampling import SamplePlan, leave_out, shard, shard_batches
 
 
 def drawn(epoch: int, **options) -> list[list[int]]:
@@ -57,9 +57,52 @@ def test_weights_make_the_mean_over_ranks_the_mean_over_samples(num_samples):
         losses = []
         for plan in plans:
             (part,) = plan.slices(step)
-            losses.append(np.mean(part.weight * values[order[part.start : part.start + part.count]]))
+            losses.append(part.weight * np.mean(values[order[part.start : part.start + part.count]]))
         expected = np.mean(values[order[step * 8 : (step + 1) * 8]])
         assert np.mean(losses) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_samples", [4, 8, 9, 12, 16, 18, 20, 24])
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_plans_know_whether_they_are_even_and_need_fillers(num_samples, remainder):
+    if remainder == "drop" and num_samples < 16:
+        return
+    plans = [
+        SamplePlan(num_samples=num_samples, batch_size=2, rank=rank, size=4, accumulate=2, remainder=remainder)
+        for rank in range(4)
+    ]
+    weights = {weight for plan in plans for weight in plan.epoch_slices()[2]}
+    for plan in plans:
+        assert plan.is_even == (weights == {1.0})
+        assert plan.has_fillers == (0.0 in weights)
+
+
+def test_numbers_count_micro_batches_across_epochs():
+    plan = SamplePlan(num_samples=11, batch_size=2, rank=1, size=2, accumulate=2)
+    starts, counts, _ = plan.epoch_slices()
+    expected = [
+        plan.order(epoch)[start : start + count].tolist()
+        for epoch in range(2)
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    assert len(expected) == 8
+    assert [plan.numbers(i).tolist() for i in range(8)] == expected
+
+
+def test_leaving_samples_out():
+    order = np.array([3, 1, 4, 0, 2, 5])
+    starts, counts, weights = np.array([0, 2, 4]), np.array([2, 2, 2]), np.array([1.0, 1.0, 0.5])
+    left = leave_out(frozenset({3, 2, 5}), order, starts, counts, weights)
+    assert [each.tolist() for each in left] == [[1, 4, 0], [0, 1, 0], [1, 2, 1], [0.5, 1.0, 0.0]]
+
+
+def test_epoch_seeds_differ():
+    seeds = {
+        int(SamplePlan(num_samples=9, batch_size=1, seed=seed).epoch_seed(epoch))
+        for seed in range(5)
+        for epoch in range(5)
+    }
+    assert len(seeds) == 25
 
 
 def test_drop_leaves_the_remainder_out():
@@ -83,3 +126,8 @@ def test_bad_plans_are_refused(options, message):
 
 def test_shards_cover_everything_once():
     assert [n for rank in range(3) for n in shard(10, rank, 3)] == list(range(10))
+
+
+def test_shards_in_batches():
+    assert [batch.tolist() for batch in shard_batches(10, 2, 1, 2)] == [[5, 6], [7, 8], [9]]
+    assert [batch.tolist() for batch in shard_batches(10, 2, 1, 2, frozenset({0, 6, 7, 8}))] == [[5], [9]]

@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 # Each module may import those before it.
 ORDER = [
-    *("errors", "config", "process", "sampling", "schedule", "collectives", "runtime", "replicas", "optimizer"),
-    *("data", "metrics", "checkpoint", "report", "run_directory", "failure", "steps", "tasks", "trainer", "job"),
-    *("doctor", "cli", "__main__"),
+    *("errors", "config", "process", "sampling", "schedule", "collectives", "runtime", "failure", "replicas"),
+    *("optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "step_times", "gradient_watch"),
+    *("data", "bad_samples", "feed", "metrics", "checkpoint", "report", "run_directory", "profiler", "clock"),
+    *("steps", "callbacks", "evaluation", "tasks", "trainer", "job", "doctor", "cli", "__main__"),
 ]
 
 

@@ -1,0 +1,87 @@
+"""GZIP files unpacked once for each host: inside of one, nothing can be read but from its beginning."""
+
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hvdtrain.data.cache import cache_name, written_aside
+from hvdtrain.data.record_index import HEADER_BYTES, has_record_header
+from hvdtrain.errors import DataError
+
+_MAGIC = b"\x1f\x8b\x08"
+_CHUNK_BYTES = 1 << 16
+_GZIP_FORMAT = 31
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file is a GZIP file."""
+    with open(path, "rb") as file:
+        start = file.read(HEADER_BYTES)
+    # The magic bytes may be a record's length too, with the right checksum behind it.
+    return start.startswith(_MAGIC) and not has_record_header(start)
+
+
+def unpacked_path(path: Path, cache_folder: Path) -> Path:
+    """Where a file as it stands now goes when it is unpacked."""
+    status = os.stat(path)
+    return cache_folder / "unpacked" / f"{cache_name(path)}-{status.st_size}-{status.st_mtime_ns}.tfrecord"
+
+
+def unpacking_error(target: Path) -> str | None:
+    """Why an unpacked file ends before the packed one does; None where it does not."""
+    note = _note(target)
+    return note.read_text() if note.exists() else None
+
+
+def unpack(path: Path, target: Path) -> None:
+    """Unpacks a file to :func:`unpacked_path`, up to its first damage, unless that was done before.
+
+    Raises:
+        DataError: the cache folder cannot be written.
+    """
+    if target.exists():
+        return
+    try:
+        for other in target.parent.glob(f"{cache_name(path)}-*"):
+            # Not what another host, which shares the folder, is writing of the file as it stands now.
+            if not other.name.startswith(target.stem):
+                other.unlink(missing_ok=True)
+        with open(path, "rb") as packed, written_aside(target) as file:
+            try:
+                for data in _unpacked(packed):
+                    file.write(data)
+            except (zlib.error, EOFError) as error:
+                # Before the file itself takes its place: whoever finds that one finds this note.
+                with written_aside(_note(target)) as note:
+                    note.write(f"the GZIP data is damaged: {error}".encode())
+    except OSError as error:
+        raise DataError(
+            f"a GZIP file is unpacked into the cache folder, which must be writable and have room for it. Received: "
+            f"{path} into {target.parent}: {error.strerror}. Give another folder as cache_dir, or unpack the file."
+        ) from error
+
+
+def _note(target: Path) -> Path:
+    return target.with_suffix(".damage")
+
+
+def _unpacked(file: BinaryIO) -> Iterator[bytes]:
+    stream = zlib.decompressobj(_GZIP_FORMAT)
+    chunk = b""
+    while chunk := chunk or file.read(_CHUNK_BYTES):
+        if stream.eof:
+            if not chunk.strip(b"\0"):
+                return  # padding
+            stream = zlib.decompressobj(_GZIP_FORMAT)
+        before = stream.copy()
+        try:
+            yield stream.decompress(chunk)
+        except zlib.error:
+            # What a failing call has unpacked is lost: once more, byte by byte up to the damage.
+            for i in range(len(chunk)):
+                yield before.decompress(chunk[i : i + 1])
+        chunk = stream.unused_data
+    if not stream.eof:
+        raise EOFError("it ends too early")

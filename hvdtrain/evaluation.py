@@ -1,0 +1,70 @@
+"""Loss and metrics over all evaluation samples, shared out over the ranks."""
+
+from contextlib import nullcontext
+
+import keras
+import tensorflow as tf
+
+from hvdtrain import replicas
+from hvdtrain.callbacks import RankCallbacks
+from hvdtrain.collectives import Collectives
+from hvdtrain.feed import EvaluationFeed
+from hvdtrain.metrics import reduced_results, require_sums
+from hvdtrain.steps import CompiledSteps
+from hvdtrain.weight_average import averaged_weights
+
+
+class Evaluator:
+    """Evaluates a model on every rank's share of the samples.
+
+    Args:
+        uses_average: evaluate with the moving average of the weights in the model's place.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        steps: CompiledSteps,
+        feed: EvaluationFeed,
+        collectives: Collectives,
+        *,
+        uses_average: bool,
+    ):
+        self._model = model
+        self._steps = steps
+        self._feed = feed
+        self._collectives = collectives
+        self._uses_average = uses_average
+
+    def run(self, callbacks: RankCallbacks) -> dict[str, float]:
+        """Each sample is counted once; the results are the same on every rank, which all have to call it."""
+        training_state = [variable.numpy() for variable in self._model.metrics_variables]
+        replicas.share_statistics(self._model, self._collectives)
+        with averaged_weights(self._model.optimizer) if self._uses_average else nullcontext():
+            callbacks.test_begins()
+            self._model.reset_metrics()
+            require_sums(self._model)
+            self._evaluate_share(callbacks)
+            results = reduced_results(self._model, self._collectives)
+            callbacks.test_ends(results)
+        for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
+            variable.assign(value)
+        return results
+
+    def _evaluate_share(self, callbacks: RankCallbacks) -> None:
+        self._feed.restart()
+        batch = 0
+        while True:
+            try:
+                if callbacks.hear_test_batches:
+                    callbacks.test_batch_begins(batch)
+                self._steps.evaluate(self._feed.iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return
+            except tf.errors.OpError as error:
+                self._feed.resume_after(error)
+                continue
+            self._feed.batch_done()
+            if callbacks.hear_test_batches:
+                callbacks.test_batch_ends(batch)
+            batch += 1

@@ -1,0 +1,210 @@
+"""What is seen of the gradients inside the compiled step: their norm, their numbers, and whether they are finite."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives import Collectives, Gradient
+from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.optimizer import distribution_of, leaves
+from hvdtrain.step_times import StepTimes
+
+ON_NAN = ("stop", "skip")
+_NOT_FINITE = "hvdtrain: the averaged gradient is not finite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """Where a loss or a gradient was not finite before gradients were averaged."""
+
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what} on rank {self.rank}"
+
+
+class GradientWatch:
+    """Watches a distributed optimizer's gradients after they were averaged, so that all ranks see the same.
+
+    A NaN of one rank is in the average of all: every rank meets it at the same step without asking
+    the others. A loss that is not finite is written into a gradient, and so found in the same way.
+
+    Args:
+        optimizer: a distributed optimizer.
+        times: counts the steps.
+        on_nan: ``stop``: the step raises before anything is updated; ``skip``: it updates nothing.
+        copy_every: steps between copies of the averaged gradients, for histograms; 0: none.
+        compression_error_every: steps between measurements of what compression loses.
+
+    Raises:
+        UsageError: ``on_nan`` is not known, or ``skip`` was asked of a MultiOptimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        times: StepTimes,
+        *,
+        on_nan: str,
+        copy_every: int = 0,
+        compression_error_every: int = 1,
+    ):
+        if on_nan not in ON_NAN:
+            raise UsageError(f"on_nan must be one of {', '.join(ON_NAN)}. Received: {on_nan!r}")
+        self._leaves = leaves(optimizer)
+        if on_nan == "skip" and len(self._leaves) > 1:
+            raise UsageError(
+                "on_nan='skip' needs one optimizer, for each decides about its own variables. Received: a "
+                f"MultiOptimizer of {len(self._leaves)}. Use on_nan='stop'."
+            )
+        self._on_nan = on_nan
+        self._times = times
+        self._copy_every = copy_every
+        self._compression_error_every = compression_error_every
+        self._squared_norms = [tf.Variable(0.0, trainable=False) for _ in self._leaves]
+        self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._compression_error = tf.Variable(0.0, trainable=False)
+        self._loss_was_finite = tf.Variable(True, trainable=False)
+        # By the identity of the variable: two layers may have the same path.
+        self._finite: dict[int, tf.Variable] = {}
+        self._copies: dict[int, tf.Variable] = {}
+        self._paths: dict[int, str] = {}
+        self._compresses = distribution_of(optimizer).compression == "fp16"
+        self.applies: tf.Variable | None = None
+        """Where steps may be skipped: whether the last one was not."""
+        for i, leaf in enumerate(self._leaves):
+            self._attach(i, leaf)
+
+    def _attach(self, index: int, leaf: keras.optimizers.Optimizer) -> None:
+        distribution = distribution_of(leaf)
+        if self._on_nan == "skip":
+            self.applies = distribution.applies = tf.Variable(True, trainable=False)
+
+        def observe(
+            own: Sequence[Gradient], reduced: list[Gradient], variables: Sequence[keras.Variable]
+        ) -> list[Gradient]:
+            squared_norm = 2.0 * tf.add_n([tf.cast(tf.nn.l2_loss(_values(each)), tf.float32) for each in reduced])
+            self._times.note_reduction(own, after=squared_norm)
+            self._squared_norms[index].assign(squared_norm)
+            step = self._times.step_under_way()
+            if self._copy_every:
+                keras.ops.cond(step % self._copy_every == 0, lambda: self._copy(reduced, variables), lambda: None)
+            if self._compresses:
+                is_due = step % self._compression_error_every == 0
+                keras.ops.cond(is_due, lambda: self._measure_compression(own), lambda: None)
+            finite = tf.math.is_finite(squared_norm)
+            return self._decide(finite, own, reduced, variables, distribution.applies)
+
+        distribution.observers.append(observe)
+
+    def _decide(
+        self,
+        finite: tf.Tensor,
+        own: Sequence[Gradient],
+        reduced: list[Gradient],
+        variables: Sequence[keras.Variable],
+        applies: tf.Variable | None,
+    ) -> list[Gradient]:
+        flags = [self._finite[id(variable)] for variable in variables]
+
+        def note_culprits() -> None:
+            for flag, gradient in zip(flags, own, strict=True):
+                flag.assign(tf.reduce_all(tf.math.is_finite(_values(gradient))))
+
+        def skip() -> None:
+            note_culprits()
+            self._skipped.assign_add(1)
+
+        def stop() -> None:
+            note_culprits()
+            with tf.control_dependencies([flag.read_value() for flag in flags]):
+                tf.debugging.Assert(False, [_NOT_FINITE])
+
+        if applies is not None:
+            applies.assign(finite)
+        keras.ops.cond(finite, lambda: None, stop if applies is None else skip)
+        return reduced
+
+    def _copy(self, reduced: Sequence[Gradient], variables: Sequence[keras.Variable]) -> None:
+        for gradient, variable in zip(reduced, variables, strict=True):
+            self._copies[id(variable)].assign(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
+
+    def _measure_compression(self, own: Sequence[Gradient]) -> None:
+        values = [tf.cast(_values(gradient), tf.float32) for gradient in own]
+        lost = [value - tf.cast(tf.cast(value, tf.float16), tf.float32) for value in values]
+        self._compression_error.assign(tf.linalg.global_norm(lost) / tf.maximum(tf.linalg.global_norm(values), 1e-30))
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes room for what is noted of each variable's gradient; call it before the first step.
+
+        Copies for histograms take as much memory as the model, and only if they are asked for.
+        """
+        for variable in variables:
+            self._paths[id(variable)] = variable.path
+            self._finite[id(variable)] = tf.Variable(True, trainable=False)
+            if self._copy_every:
+                self._copies[id(variable)] = tf.Variable(tf.zeros(variable.shape, tf.float32), trainable=False)
+
+    def poison(self, loss: tf.Tensor, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+        """Writes NaN into the smallest gradient where the loss is not finite, for the average to carry to all ranks."""
+        result = list(gradients)
+        dense = [i for i, gradient in enumerate(result) if isinstance(gradient, tf.Tensor)]
+        if dense:
+            finite = tf.math.is_finite(loss)
+            self._loss_was_finite.assign(finite)
+            smallest = min(dense, key=lambda i: result[i].shape.num_elements() or np.inf)  # type: ignore[union-attr]
+            gradient = result[smallest]
+            result[smallest] = tf.where(finite, gradient, tf.constant(np.nan, gradient.dtype))  # type: ignore[union-attr]
+        return result
+
+    def norm(self) -> float:
+        """The global norm of the last averaged gradient, before clipping."""
+        return float(np.sqrt(sum(float(each.numpy()) for each in self._squared_norms)))
+
+    def skipped_steps(self) -> int:
+        """Steps that were skipped so far, the same on every rank."""
+        return int(self._skipped.numpy())
+
+    def compression_error(self) -> float | None:
+        """What fp16 last lost of this rank's gradient, as a share of its norm; None without compression."""
+        return float(self._compression_error.numpy()) if self._compresses else None
+
+    def copies(self) -> Mapping[str, np.ndarray]:
+        """The averaged gradients at the last step for which copies are due, by the path of their variable."""
+        return {self._paths[key]: copy.numpy() for key, copy in self._copies.items()}
+
+    def culprits(self, collectives: Collectives) -> list[Culprit]:
+        """Which ranks' loss or gradients were last not finite. Every rank has to call it."""
+        own = [] if self._loss_was_finite.numpy() else ["the loss"]
+        # A loss that is not finite leaves no gradient finite: it alone is named.
+        own = own or [f"the gradient of {self._paths[key]!r}" for key, flag in self._finite.items() if not flag.numpy()]
+        return [Culprit(rank, what) for rank, each in enumerate(collectives.allgather(own)) for what in each]
+
+    def error(self, step: int, collectives: Collectives) -> NonFiniteError:
+        """What to raise where :func:`is_not_finite` holds. Every rank has to call it."""
+        return NonFiniteError(
+            f"loss and gradients must be finite. At step {step}: {described(self.culprits(collectives))}. Nothing was "
+            "updated by this step. Lower the learning rate, clip gradients (--clip-norm), look at the samples of this "
+            "step, or go on without such steps with --on-nan skip."
+        )
+
+
+def described(culprits: Sequence[Culprit]) -> str:
+    """Some of the culprits in words."""
+    if not culprits:
+        return "the sum over ranks is not finite though each rank's gradient is (an overflow)"
+    more = f" and {len(culprits) - 3} more" if len(culprits) > 3 else ""
+    return ", ".join(map(str, culprits[:3])) + more + (" is" if len(culprits) == 1 else " are") + " not finite"
+
+
+def is_not_finite(error: BaseException) -> bool:
+    """True for what a step raises under ``on_nan='stop'``."""
+    return isinstance(error, tf.errors.InvalidArgumentError) and _NOT_FINITE in str(error)
+
+
+def _values(gradient: Gradient) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -1,0 +1,117 @@
+"""Event files for TensorBoard."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorboard.plugins.histogram.metadata import create_summary_metadata
+
+from hvdtrain.report.reporter import Reporter
+
+# A slash makes a group of scalars of its own in TensorBoard.
+_NAMES = {"examples/s": "examples_per_second", "s/batch": "seconds_per_batch"}
+_BUCKETS = 30
+
+
+class TensorBoardReporter(Reporter):
+    """Scalars, histograms and the model's graph, in ``train`` and ``eval`` below a folder.
+
+    An evaluation's values have the names of the training's, so that TensorBoard draws both in one chart.
+
+    Args:
+        folder: made at the first event.
+        console: warned where the graph cannot be drawn.
+    """
+
+    def __init__(self, folder: Path, console: Reporter | None = None):
+        self._folder = folder
+        self._console = console or Reporter()
+        self._writers: dict[str, tf.summary.SummaryWriter] = {}
+
+    def model_built(self, model: keras.Model) -> None:
+        try:
+            graph = _inference_graph(model)
+        except Exception as error:
+            # A model's own code is run here, for no more than a picture: whatever it raises, training goes on.
+            self._console.warned(
+                0,
+                "TensorBoard shows no graph: call() must be traceable with the shapes the model was built for. "
+                f"Received: {type(error).__name__}",
+            )
+            return
+        with self._writer("train").as_default():
+            tf.summary.graph(graph)
+
+    def progressed(self, step: int, values: Mapping[str, float]) -> None:
+        self._write_scalars("train", step, values)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._write_scalars("eval", step, values)
+
+    def histograms(self, step: int, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> None:
+        with self._writer("train").as_default(step):
+            for group, arrays in (("weights", weights), ("gradients", gradients)):
+                for path, array in arrays.items():
+                    _write_histogram(f"{group}/{path}", array)
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _writer(self, run: str) -> tf.summary.SummaryWriter:
+        if run not in self._writers:
+            # By default ten values fill the queue, and each log step would wait for the disk.
+            self._writers[run] = tf.summary.create_file_writer(
+                str(self._folder / run), max_queue=1000, flush_millis=5000
+            )
+        return self._writers[run]
+
+    def _write_scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:
+        with self._writer(run).as_default(step):
+            for name, value in values.items():
+                tf.summary.scalar(_NAMES.get(name, name), value)
+
+
+def _write_histogram(name: str, array: np.ndarray) -> None:
+    # tf.summary.histogram takes 240 bytes for each element.
+    values = array.astype(np.float64).ravel()
+    # TensorBoard draws no histogram that holds NaN or infinity.
+    values = values[np.isfinite(values)]
+    buckets = np.zeros((_BUCKETS, 3))
+    if values.size:
+        low, high = values.min(), values.max()
+        edges = np.linspace(low, high, _BUCKETS + 1)
+        width = (high - low) / _BUCKETS
+        last = _BUCKETS - 1
+        positions = np.minimum((values - low) / width, last).astype(int) if width else np.full(values.size, last)
+        buckets = np.stack([edges[:-1], edges[1:], np.bincount(positions, minlength=_BUCKETS)], axis=1)
+    tf.summary.write(name, buckets, metadata=create_summary_metadata(display_name=None, description=None))
+
+
+def _inference_graph(model: keras.Model) -> tf.Graph:
+    function = tf.function(lambda inputs: model(inputs, training=False))
+    return function.get_concrete_function(_input_specs(model)).graph
+
+
+def _input_specs(model: keras.Model) -> Any:
+    """What the model is called with, for a batch of any size."""
+    if isinstance(model, keras.Sequential):
+        return _spec(model.inputs[0].shape, model.inputs[0].dtype)
+    # In public a functional model tells its inputs only as a list, and is called with a dict or a nest.
+    inputs = getattr(model, "_inputs_struct", None)
+    if inputs is not None:
+        return keras.tree.map_structure(lambda each: _spec(each.shape, each.dtype), inputs)
+    shapes = model.get_build_config()["input_shape"]
+    return keras.tree.map_shape_structure(lambda shape: _spec(shape, model.input_dtype), shapes)
+
+
+def _spec(shape: Sequence[int | None], dtype: str) -> tf.TensorSpec:
+    return tf.TensorSpec((None, *shape[1:]), dtype)

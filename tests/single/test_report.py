@@ -1,0 +1,540 @@
+"""What a person and a program see of a run: on a terminal, elsewhere, in files."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from hvdtrain import process
+from hvdtrain.report import (
+    ConsoleReporter,
+    JsonLinesReporter,
+    ProgressBarReporter,
+    Reporter,
+    RunShape,
+    SeveralReporters,
+    TensorBoardReporter,
+    console_reporter,
+)
+
+SHAPE = RunShape(total_steps=40, steps_per_epoch=16)
+VALUES = {"loss": 0.25, "accuracy": 0.9, "learning_rate": 0.1, "gradient_norm": 2.5, "examples/s": 1234.5}
+SUMMARY = {"steps": 40, "ranks": 2, "wall_seconds": 3.14, "eval": {}, "weights_sha256": "abc"}
+DETAILS = {
+    "epochs": 2.5,
+    "eval": {"loss": 0.5},
+    "examples_per_second": 22887.4,
+    "step_ms": {"p50": 2.449, "p95": 4.7},
+    "input_fraction": 0.01,
+    "compute_fraction": 0.8,
+    "communication_fraction": 0.19,
+    "skew": {"slowest_rank": 1, "slowest_host": "b", "slowest_share": 0.63, "ratio": 1.04},
+    "skipped_steps": 3,
+    "bad_samples": 1,
+    "compression_error": 2.3e-4,
+}
+
+
+def finished_lines(**details: object) -> list[str]:
+    stream = io.StringIO()
+    ConsoleReporter(stream).finished({**SUMMARY, **details})
+    return stream.getvalue().splitlines()
+
+
+def test_a_line_per_event():
+    stream = io.StringIO()
+    reporter = ConsoleReporter(stream)
+    reporter.started({"task": "digits", "ranks": 2}, SHAPE)
+    reporter.progressed(10, VALUES)
+    reporter.evaluated(16, {"loss": 0.5})
+    reporter.warned(17, "a step was skipped")
+    reporter.close()
+    first, second, *events = stream.getvalue().splitlines()
+    assert (first, second) == ("task: digits", "ranks: 2")
+    assert all(re.match(r"\d\d:\d\d:\d\d  step ", line) for line in events)
+    assert [line[10:] for line in events] == [
+        "step 10  loss 0.25  accuracy 0.9  learning_rate 0.1  gradient_norm 2.5  examples/s 1234",
+        "step 16  evaluation: loss 0.5",
+        "step 17  warning: a step was skipped",
+    ]
+
+
+def test_each_line_is_one_write():
+    writes = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    ConsoleReporter(Stream()).finished({**SUMMARY, **DETAILS})
+    assert len(writes) == 10
+    assert all(text.endswith("\n") and text.count("\n") == 1 for text in writes)
+
+
+def test_the_table_at_the_end():
+    assert finished_lines(**DETAILS) == [
+        "done: 40 steps on 2 rank(s) in 3.1 s",
+        "  steps            40 (2.5 epochs)",
+        "  examples/s       22887",
+        "  step time        2.45 ms (p50)  4.70 ms (p95)",
+        "  share of step    input 1 %  compute 80 %  communication 19 %",
+        "  slowest rank     1 (host b): last in 63 % of steps, 1.04 times the median",
+        "  skipped          3 steps (not finite), 1 sample (unreadable)",
+        "  fp16 error       2.3e-04 of the gradient's norm",
+        "evaluation: loss 0.5",
+        "weights_sha256: abc (equal on all ranks)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("details", "rows"),
+    [
+        ({}, []),
+        ({"skew": None, "skipped_steps": 0, "bad_samples": 0, "compression_error": None}, []),
+        ({"communication_fraction": 0.0}, ["  share of step    communication 0 %"]),
+        ({"skipped_steps": 1}, ["  skipped          1 step (not finite)"]),
+        ({"bad_samples": 2}, ["  skipped          2 samples (unreadable)"]),
+        ({"compression_error": 0.0}, ["  fp16 error       0.0e+00 of the gradient's norm"]),
+    ],
+)
+def test_rows_that_there_is_nothing_for_are_left_out(details, rows):
+    first, steps, *middle, last = finished_lines(**details)
+    assert first.startswith("done: 40 steps on 2 rank(s) in ")
+    assert steps == "  steps            40"
+    assert middle == rows
+    assert last.startswith("weights_sha256: ")
+
+
+def test_json_lines_hold_every_event(tmp_path):
+    reporter = JsonLinesReporter(tmp_path / "metrics.jsonl")
+    reporter.warned(0, "moved")
+    reporter.started({"task": "digits"}, SHAPE)
+    reporter.progressed(10, VALUES)
+    reporter.evaluated(16, {"loss": 0.5})
+    reporter.histograms(16, {"kernel": np.ones(3)}, {})
+    reporter.finished(SUMMARY)
+    reporter.close()
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(event.pop("time") > 0 for event in events)
+    assert events == [
+        {"event": "warning", "step": 0, "text": "moved"},
+        {"event": "start", "task": "digits"},
+        {"event": "train", "step": 10, **VALUES},
+        {"event": "eval", "step": 16, "loss": 0.5},
+        {"event": "end", "step": 40},
+    ]
+
+
+EVENTS = ["started", "model_built", "progressed", "evaluated", "histograms", "warned", "finished", "close"]
+
+
+class Recorder(Reporter):
+    """Keeps what it is told. Each event is looked up on the base class, so that a new one cannot be forgotten here."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+
+    def __getattribute__(self, name):
+        if name in EVENTS:
+            return lambda *arguments: self.told.append((name, *arguments))
+        return super().__getattribute__(name)
+
+
+def test_several_are_told_everything():
+    assert {name for name in vars(Reporter) if not name.startswith("_")} == set(EVENTS)
+    recorders = [Recorder(), Recorder()]
+    several = SeveralReporters(recorders)
+    told = [
+        ("started", {"task": "digits"}, SHAPE),
+        ("model_built", "a model"),
+        ("progressed", 10, VALUES),
+        ("evaluated", 16, {"loss": 0.5}),
+        ("histograms", 16, {"kernel": 1}, {"kernel": 2}),
+        ("warned", 17, "a step was skipped"),
+        ("finished", SUMMARY),
+        ("close",),
+    ]
+    for name, *arguments in told:
+        getattr(several, name)(*arguments)
+        getattr(Reporter(), name)(*arguments)  # tells nobody, and takes the same
+    assert [recorder.told for recorder in recorders] == [told, told]
+
+
+class Screen:
+    """What a terminal shows after some output: lines, and whether the cursor is seen."""
+
+    def __init__(self, output: str):
+        self.lines = [""]
+        self.cursor_is_shown = True
+        row = 0
+        for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", output):
+            if part == "\n":
+                row += 1
+                self.lines += [""] * (row - len(self.lines) + 1)
+            elif part == "\x1b[1A":
+                row -= 1
+            elif part == "\x1b[2K":
+                self.lines[row] = ""
+            elif part in ("\x1b[?25l", "\x1b[?25h"):
+                self.cursor_is_shown = part.endswith("h")
+            elif part != "\r" and not part.endswith("m"):
+                self.lines[row] += part
+
+
+def bar(width: int = 80) -> tuple[ProgressBarReporter, io.StringIO]:
+    stream = io.StringIO()
+    clock = iter(range(1000))
+    console = Console(file=stream, force_terminal=True, width=width, get_time=lambda: float(next(clock)))
+    return ProgressBarReporter(console), stream
+
+
+def test_the_bar_shows_where_the_run_stands():
+    reporter, stream = bar()
+    reporter.started({"task": "digits [bold]"}, SHAPE)
+    assert Screen(stream.getvalue()).lines[1].startswith("epoch 1/3 ")
+    reporter.progressed(10, VALUES)
+    reporter.progressed(20, {**VALUES, "loss": 0.125})
+    screen = Screen(stream.getvalue())
+    assert not screen.cursor_is_shown
+    assert screen.lines[0] == "task: digits [bold]"
+    assert re.fullmatch(r"epoch 2/3 ━+\S* ?\S*━* 20/40 1234 examples/s 0:0\d:[0-5]\d left", screen.lines[1]), (
+        screen.lines
+    )
+    assert screen.lines[2:] == ["loss 0.125  accuracy 0.9"]
+    reporter.close()
+
+
+def test_evaluations_and_warnings_stay_above_the_bar():
+    reporter, stream = bar()
+    reporter.started({}, SHAPE)
+    reporter.progressed(16, VALUES)
+    reporter.evaluated(16, {"loss": 0.5})
+    reporter.warned(17, "a step was skipped")
+    reporter.progressed(32, VALUES)
+    lines = Screen(stream.getvalue()).lines
+    assert lines[0].endswith("step 16  evaluation: loss 0.5")
+    assert lines[1].endswith("step 17  warning: a step was skipped")
+    assert lines[2].startswith("epoch 2/3 ")
+    assert len(lines) == 4
+    reporter.close()
+
+
+def test_many_metrics_do_not_break_the_bar():
+    reporter, stream = bar(width=60)
+    reporter.started({}, SHAPE)
+    for step in (10, 20):
+        reporter.progressed(step, {f"metric_{i}": 0.5 for i in range(20)})
+    lines = Screen(stream.getvalue()).lines
+    assert len(lines) == 2
+    assert max(map(len, lines)) <= 60
+    reporter.close()
+
+
+@pytest.mark.parametrize("ending", ["finished", "closed after an error", "closed before the start"])
+def test_the_terminal_is_left_clean(ending):
+    stdout = sys.stdout
+    reporter, stream = bar()
+    if ending != "closed before the start":
+        reporter.started({}, SHAPE)
+        reporter.progressed(10, VALUES)
+    if ending == "finished":
+        reporter.finished(SUMMARY)
+    reporter.close()
+    reporter.close()
+    screen = Screen(stream.getvalue())
+    assert screen.cursor_is_shown
+    assert sys.stdout is stdout
+    assert screen.lines[-1] == ""
+    if ending == "finished":
+        assert screen.lines[1] == "loss 0.25  accuracy 0.9"
+        assert screen.lines[2].startswith("done: ")
+        assert screen.lines[-2] == "weights_sha256: abc (equal on all ranks)"
+
+
+@contextmanager
+def terminal() -> Iterator[int]:
+    """A real one; yields the side that programs write to."""
+    screen, programs = pty.openpty()
+    try:
+        yield programs
+    finally:
+        os.close(programs)
+        os.close(screen)
+
+
+def test_a_real_terminal_gets_the_bar(monkeypatch):
+    screen, programs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(programs, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        reporter = console_reporter(is_terminal=True)
+        reporter.started({"task": "digits"}, SHAPE)
+        reporter.progressed(10, VALUES)
+        print("a model's own words")
+        reporter.progressed(40, VALUES)
+        reporter.close()
+        print("after", end="", flush=True)
+        output = b""
+        while b"after" not in output:
+            assert select.select([screen], [], [], 10)[0], f"the terminal showed only {output!r}"
+            output += os.read(screen, 65536)
+    os.close(screen)
+    shown = Screen(output.decode())
+    assert shown.lines[:2] == ["task: digits", "a model's own words"]
+    assert shown.lines[2].startswith("epoch 3/3 ━━━━")
+    assert shown.lines[2].endswith(" 40/40 1234 examples/s 0:00:00 left")
+    assert shown.lines[3:] == ["loss 0.25  accuracy 0.9", "after"]
+    assert shown.cursor_is_shown
+
+
+class Processes:
+    """A made-up /proc: a rank on a terminal of its own, and its ancestors."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, own: str):
+        self._folder = folder
+        self.own = own
+        self._stdout("self", own)
+        monkeypatch.setattr(process, "_PROC", folder)
+        monkeypatch.setattr(os, "getppid", lambda: 10)
+        # Not sys.stdout itself, which pytest puts back between a fixture and its test.
+        self.stdout = open(own, "w")  # noqa: SIM115
+        monkeypatch.setattr(process, "sys", self)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+
+    def _stdout(self, pid: object, target: str) -> None:
+        (self._folder / str(pid) / "fd").mkdir(parents=True)
+        (self._folder / str(pid) / "fd" / "1").symlink_to(target)
+
+    def add(self, pid: int, stdout: str, *, parent: int = 1, command: str = "mpirun -np 2 python") -> None:
+        self._stdout(pid, stdout)
+        (self._folder / str(pid) / "stat").write_text(f"{pid} (a (odd) name) S {parent} 1 1")
+        (self._folder / str(pid) / "cmdline").write_text(command.replace(" ", "\0") + "\0")
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    with terminal() as programs:
+        made_up = Processes(tmp_path / "proc", monkeypatch, os.ttyname(programs))
+        yield made_up
+        made_up.stdout.close()
+
+
+def test_the_launchers_stdout_counts(processes):
+    with terminal() as programs:
+        processes.add(10, os.ttyname(programs))
+        assert process.stdout_is_terminal()
+
+
+def test_a_launcher_that_writes_to_a_file_has_no_terminal(processes, tmp_path):
+    (tmp_path / "log").touch()
+    processes.add(10, str(tmp_path / "log"))
+    assert not process.stdout_is_terminal()
+
+
+@pytest.mark.parametrize("to_a_file", [False, True])
+def test_a_shell_between_launcher_and_rank_is_looked_through(processes, tmp_path, to_a_file):
+    (tmp_path / "log").touch()
+    with terminal() as programs:
+        processes.add(10, processes.own, parent=7, command="sh")
+        processes.add(7, str(tmp_path / "log") if to_a_file else os.ttyname(programs))
+        assert process.stdout_is_terminal() is not to_a_file
+
+
+def test_a_launcher_that_tags_lines_gets_no_bar(processes):
+    with terminal() as programs:
+        processes.add(10, os.ttyname(programs), command="mpirun --tag-output -np 2 python")
+        assert not process.stdout_is_terminal()
+
+
+def test_a_launcher_that_cannot_be_looked_at_gets_no_bar(processes):
+    assert not process.stdout_is_terminal()
+
+
+def test_without_a_launcher_the_own_stdout_counts(processes, monkeypatch):
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
+    assert process.stdout_is_terminal()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not process.stdout_is_terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(process, "sys", types.SimpleNamespace(stdout=io.StringIO()))
+    assert not process.stdout_is_terminal()
+
+
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed")
+@pytest.mark.parametrize("to_a_terminal", [True, False])
+def test_open_mpi_is_seen_through(tmp_path, to_a_terminal):
+    code = (
+        "import sys; from pathlib import Path; from hvdtrain import process;"
+        "Path(sys.argv[1]).write_text(f'{sys.stdout.isatty()} {process.stdout_is_terminal()}')"
+    )
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **os.environ, "TERM": "xterm"}
+    command = [MPIRUN, "-np", "1", "--oversubscribe", sys.executable, "-c", code, str(tmp_path / "answer")]
+    with terminal() as programs:
+        stdout = programs if to_a_terminal else subprocess.DEVNULL
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=60
+        )
+    assert done.returncode == 0, done.stderr.decode()
+    assert (tmp_path / "answer").read_text() == f"True {to_a_terminal}"
+
+
+def test_only_a_terminal_gets_the_bar(capsys):
+    assert isinstance(console_reporter(is_terminal=True), ProgressBarReporter)
+    reporter = console_reporter(is_terminal=False)
+    reporter.started({}, SHAPE)
+    reporter.progressed(10, {"loss": 0.25})
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  step 10  loss 0.25\n", capsys.readouterr().out)
+
+
+def read_back(folder: Path) -> EventAccumulator:
+    return EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+
+
+def scalars(events: EventAccumulator, name: str) -> list[tuple[int, float]]:
+    return [(event.step, float(tf.make_ndarray(event.tensor_proto))) for event in events.Tensors(name)]
+
+
+def test_tensorboard_reads_every_scalar(tmp_path):
+    reporter = TensorBoardReporter(tmp_path / "tb")
+    assert not (tmp_path / "tb").exists()
+    for step in (10, 20, 30):
+        reporter.progressed(step, {**VALUES, "loss": 1 / step, "s/batch": 0.5})
+    for step in (16, 32):
+        reporter.evaluated(step, {"loss": 2 / step})
+    reporter.finished(SUMMARY)
+    train, evaluation = read_back(tmp_path / "tb" / "train"), read_back(tmp_path / "tb" / "eval")
+    assert scalars(train, "loss") == [(step, np.float32(1 / step)) for step in (10, 20, 30)]
+    names = {"accuracy": 0.9, "learning_rate": 0.1, "gradient_norm": 2.5, "examples_per_second": 1234.5}
+    for name, value in {**names, "seconds_per_batch": 0.5}.items():
+        assert scalars(train, name) == [(step, np.float32(value)) for step in (10, 20, 30)]
+    assert set(train.Tags()["tensors"]) == {"loss", "seconds_per_batch", *names}
+    assert scalars(evaluation, "loss") == [(step, 2 / step) for step in (16, 32)]
+    assert evaluation.Tags()["tensors"] == ["loss"]
+    reporter.close()
+    reporter.close()
+
+
+HISTOGRAMS = {
+    "normal": np.random.default_rng(0).normal(size=(50, 20)).astype(np.float32),
+    "constant": np.full(7, 0.3, np.float32),
+    "one": np.array(5.0),
+    "half": np.array([-1, 0, 65504], np.float16),
+    "integers": np.arange(10),
+    "tiny": np.array([1.0, np.nextafter(1.0, 2.0)]),
+    "not finite": np.array([1, np.nan, 3, np.inf, -np.inf]),
+    "nothing finite": np.array([np.nan]),
+    "empty": np.zeros((0, 3)),
+}
+
+
+def test_tensorboard_reads_every_histogram(tmp_path):
+    reporter = TensorBoardReporter(tmp_path)
+    for step in (5, 10):
+        reporter.histograms(step, HISTOGRAMS, {"normal": 100 * HISTOGRAMS["normal"]})
+    reporter.close()
+    events = read_back(tmp_path / "train")
+    assert set(events.Tags()["tensors"]) == {"gradients/normal", *(f"weights/{name}" for name in HISTOGRAMS)}
+    expected = {f"weights/{name}": values for name, values in HISTOGRAMS.items()}
+    for name, values in {**expected, "gradients/normal": 100 * HISTOGRAMS["normal"]}.items():
+        assert events.SummaryMetadata(name).plugin_data.plugin_name == "histograms"
+        assert [event.step for event in events.Tensors(name)] == [5, 10]
+        buckets = tf.make_ndarray(events.Tensors(name)[0].tensor_proto)
+        finite = values[np.isfinite(values)].astype(float)
+        assert buckets.shape == (30, 3)
+        assert buckets[:, 2].sum() == finite.size
+        if finite.size:
+            assert (buckets[0, 0], buckets[-1, 1]) == (finite.min(), finite.max())
+    counts, edges = np.histogram(HISTOGRAMS["normal"].astype(float), bins=30)
+    buckets = tf.make_ndarray(events.Tensors("weights/normal")[0].tensor_proto)
+    np.testing.assert_allclose(buckets, np.stack([edges[:-1], edges[1:], counts], axis=1), atol=1e-12)
+
+
+def sequential() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(2, name="first"), keras.layers.Dense(1, name="second")]
+    )
+
+
+def functional(nest: type) -> keras.Model:
+    a, b = keras.Input((3,), name="a"), keras.Input((4,), name="b", dtype="int32")
+    first = keras.layers.Dense(2, name="first")(a)
+    second = keras.layers.Flatten()(keras.layers.Embedding(5, 2, name="second")(b))
+    outputs = keras.layers.Concatenate()([first, second])
+    # The other way round than the names go: what is mistaken for the other has another shape.
+    return keras.Model({"b": b, "a": a} if nest is dict else [b, a], outputs)
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(2, name="first"), keras.layers.Dense(1, name="second")
+
+    def call(self, inputs):
+        return self.second(self.first(inputs["a"] + inputs["b"]))
+
+
+def subclassed() -> keras.Model:
+    model = Subclassed()
+    model({"a": np.ones((4, 3)), "b": np.ones((4, 3))})
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [sequential, lambda: functional(list), lambda: functional(dict), subclassed],
+    ids=["sequential", "list", "dict", "subclassed"],
+)
+def test_tensorboard_reads_the_graph(tmp_path, make, recwarn):
+    console = Recorder()
+    reporter = TensorBoardReporter(tmp_path, console)
+    reporter.model_built(make())
+    reporter.close()
+    assert console.told == []
+    assert not recwarn.list
+    graph = tf.compat.v1.GraphDef.FromString(read_back(tmp_path / "train").Graph().SerializeToString())
+    scopes = {part for node in graph.node for part in node.name.split("/")}
+    # TensorFlow numbers scopes that it enters again.
+    for name in ("first", "second"):
+        assert any(re.fullmatch(rf"{name}(_\d+)?", scope) for scope in scopes), scopes
+    assert any(node.op == "MatMul" for node in graph.node)
+
+
+class Untraceable(keras.Model):
+    def call(self, inputs):
+        return inputs.numpy()
+
+
+def test_a_model_that_cannot_be_traced_is_trained_without_a_graph(tmp_path):
+    unknown = Subclassed()
+    untraceable = Untraceable()
+    untraceable(np.ones((4, 3)))
+    console = Recorder()
+    reporter = TensorBoardReporter(tmp_path, console)
+    for model in (unknown, untraceable):
+        reporter.model_built(model)
+    reporter.progressed(10, VALUES)
+    reporter.close()
+    assert [(event, step) for event, step, _ in console.told] == [("warned", 0)] * 2
+    assert all("TensorBoard shows no graph" in text for *_, text in console.told)
+    assert scalars(read_back(tmp_path / "train"), "accuracy") == [(10, np.float32(0.9))]
