@@ -82,7 +82,8 @@ class GradientWatch:
     def _attach(self, index: int, leaf: keras.optimizers.Optimizer) -> None:
         distribution = distribution_of(leaf)
         if self._on_nan == "skip":
-            self.applies = distribution.applies = tf.Variable(True, trainable=False)
+            self.applies = tf.Variable(True, trainable=False)
+        distribution.applies = self.applies
 
         def observe(
             own: Sequence[Gradient], reduced: list[Gradient], variables: Sequence[keras.Variable]
@@ -99,7 +100,7 @@ class GradientWatch:
             finite = tf.math.is_finite(squared_norm)
             return self._decide(finite, own, reduced, variables, distribution.applies)
 
-        distribution.observers.append(observe)
+        distribution.observer = observe
 
     def _decide(
         self,
@@ -115,19 +116,22 @@ class GradientWatch:
             for flag, gradient in zip(flags, own, strict=True):
                 flag.assign(tf.reduce_all(tf.math.is_finite(_values(gradient))))
 
-        def skip() -> None:
+        def skip() -> tf.Tensor:
             note_culprits()
             self._skipped.assign_add(1)
+            return tf.constant(False)
 
-        def stop() -> None:
+        def stop() -> tf.Tensor:
             note_culprits()
             with tf.control_dependencies([flag.read_value() for flag in flags]):
                 tf.debugging.Assert(False, [_NOT_FINITE])
+            return tf.constant(False)
 
         if applies is not None:
             applies.assign(finite)
-        keras.ops.cond(finite, lambda: None, stop if applies is None else skip)
-        return reduced
+        passed = tf.cond(finite, lambda: tf.constant(True), stop if applies is None else skip)
+        with tf.control_dependencies([passed]):
+            return tf.nest.map_structure(tf.identity, reduced, expand_composites=True)
 
     def _copy(self, reduced: Sequence[Gradient], variables: Sequence[keras.Variable]) -> None:
         for gradient, variable in zip(reduced, variables, strict=True):

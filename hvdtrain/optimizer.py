@@ -25,7 +25,7 @@ class _Distribution:
     reduce: GradientReducer
     op: str
     compression: str
-    observers: list[Observer] = dataclasses.field(default_factory=list)
+    observer: Observer | None = None
     applies: tf.Variable | None = None
     """Where there is one, updates are made only while it is true."""
     variables: Sequence[keras.Variable] = ()
@@ -99,7 +99,7 @@ def leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optim
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """How a distributed optimizer reduces: ``op``, ``compression``, ``observers``, ``applies``."""
+    """How a distributed optimizer reduces: ``op``, ``compression``, ``observer``, ``applies``."""
     return getattr(leaves(optimizer)[0], _ATTRIBUTE)
 
 
@@ -111,8 +111,8 @@ def _distribute(optimizer: Any, distribution: _Distribution) -> None:
         nonlocal reductions
         reductions += 1
         reduced = distribution.reduce(gradients)
-        for observer in distribution.observers:
-            reduced = observer(gradients, reduced, distribution.variables)
+        if distribution.observer is not None:
+            reduced = distribution.observer(gradients, reduced, distribution.variables)
         return clip(reduced)
 
     def apply_and_check(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:

@@ -52,10 +52,14 @@ class StepTimes:
         """The number of the step that is being made, from 1; to be read in the compiled step."""
         return self._micro_batches // self._micro_batches_per_step + 1
 
+    def begins_step(self) -> tf.Tensor:
+        """True in the first micro-batch of a step; to be read in the compiled step."""
+        return self._micro_batches % self._micro_batches_per_step == 0
+
     def next_batch(self, iterator: Any) -> Any:
         """The iterator's next element; to be called at the start of each micro-batch, in the compiled step."""
         with tf.device("CPU"):
-            is_first = self._micro_batches % self._micro_batches_per_step == 0
+            is_first = self.begins_step()
             with tf.control_dependencies([is_first]):
                 began = _now()
             with tf.control_dependencies([began]):

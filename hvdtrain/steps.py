@@ -1,6 +1,6 @@
 """The compiled train and evaluation step: Keras' own, run several at a time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,6 +9,9 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.gradient_watch import GradientWatch
 from hvdtrain.step_times import StepTimes
+
+
+_ORIGINALS = "_hvdtrain_originals"
 
 
 class CompiledSteps:
@@ -51,6 +54,12 @@ class CompiledSteps:
         model.jit_compile = False
         model.steps_per_execution = 1
         model.make_test_function(force=True)
+        # A step that is skipped has gone through BatchNormalization, whose statistics would keep its NaN:
+        # they are put back to what they were when the step began.
+        self._statistics: list[tuple[keras.Variable, tf.Variable]] = []
+        if watch is not None and watch.applies is not None:
+            weights = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
+            self._statistics = [(each, tf.Variable(each.value, trainable=False)) for each in weights]
         self._weigh_and_watch(model.optimizer)
         if skips_non_finite:
             _leave_out_non_finite(model._loss_tracker)
@@ -76,7 +85,9 @@ class CompiledSteps:
         return tf.function(tf.autograph.experimental.do_not_convert(function), reduce_retracing=True)
 
     def _weigh_and_watch(self, optimizer: Any) -> None:
-        scale_loss, apply = optimizer.scale_loss, optimizer.apply
+        # A model that is trained a second time carries the hooks of the first: they are replaced.
+        scale_loss, apply = getattr(optimizer, _ORIGINALS, (optimizer.scale_loss, optimizer.apply))
+        setattr(optimizer, _ORIGINALS, (scale_loss, apply))
 
         def weigh_and_scale(loss: tf.Tensor) -> tf.Tensor:
             self._loss = loss
@@ -99,13 +110,16 @@ class CompiledSteps:
         self._loss = None
         applies = None if self._watch is None else self._watch.applies
         try:
-            metrics = _Kept(model.metrics_variables if self._has_fillers else [])
-            # A batch that is skipped has gone through BatchNormalization, whose statistics would keep its NaN.
-            statistics = _Kept(_float_statistics(model) if applies is not None else [])
-            model.train_step(data)
-            metrics.restore_unless(part_weight > 0)
+            metrics = model.metrics_variables if self._has_fillers else []
+            metrics_before = [tf.identity(variable.value) for variable in metrics]
             if applies is not None:
-                statistics.restore_unless(applies.read_value())
+                is_first = self.times.begins_step()
+                for variable, copy in self._statistics:
+                    copy.assign(tf.where(is_first, variable.value, copy))
+            model.train_step(data)
+            _restore_unless(part_weight > 0, zip(metrics, metrics_before, strict=True))
+            if applies is not None:
+                _restore_unless(applies.read_value(), self._statistics)
             if self._weighted and self._loss is None:
                 raise UsageError(
                     f"{type(model).__name__}.train_step must call self.optimizer.scale_loss(loss) before it takes the "
@@ -117,8 +131,14 @@ class CompiledSteps:
 
     def _run_one(self, iterator: Iterator[Any]) -> None:
         data, part_weight = self.times.next_batch(iterator)
-        self._train_on_batch(data, part_weight)
-        self.times.end_micro_batch()
+        # Where the iterator fails, nothing of the step may have happened: counters and random states
+        # do not need the batch, and would otherwise move on ahead of the other ranks'.
+        with tf.control_dependencies(tf.nest.flatten((data, part_weight))):
+            self._train_on_batch(data, part_weight)
+            # A step that raises is not to be counted: count after one of its updates.
+            smallest = min(self._model.trainable_variables, key=lambda v: v.value.shape.num_elements(), default=None)
+            with tf.control_dependencies([] if smallest is None else [smallest.value.read_value()]):
+                self.times.end_micro_batch()
 
     def _run_several(self, iterator: Iterator[Any], batches: tf.Tensor) -> None:
         def body(done: tf.Tensor) -> list[tf.Tensor]:
@@ -161,24 +181,13 @@ class CompiledSteps:
         self._model.test_function(iterator)
 
 
-class _Kept:
-    """The values of variables, to be put back within the same step."""
-
-    def __init__(self, variables: Sequence[keras.Variable]):
-        self._variables = variables
-        self._values = [tf.identity(variable.value) for variable in variables]
-
-    def restore_unless(self, condition: tf.Tensor) -> None:
-        for variable, value in zip(self._variables, self._values, strict=True):
-            variable.assign(tf.where(condition, variable.value, value))
-
-
-def _float_statistics(model: keras.Model) -> list[keras.Variable]:
-    return [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
+def _restore_unless(condition: tf.Tensor, values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> None:
+    for variable, value in values:
+        variable.assign(tf.where(condition, variable.value, value))
 
 
 def _leave_out_non_finite(loss_tracker: Any) -> None:
-    update = loss_tracker.update_state
+    update = type(loss_tracker).update_state.__get__(loss_tracker)
 
     def update_state(loss: tf.Tensor, sample_weight: Any = None) -> Any:
         finite = tf.math.is_finite(loss)

@@ -88,7 +88,12 @@ def test_the_mean_loss_of_an_epoch_is_exact():
     model = keras.Sequential([layers.Input((6,)), layers.Dense(NUM_CLASSES)])
     l2 = keras.regularizers.L2(0.1)
     model.layers[0].kernel_regularizer = l2
-    model.compile(optimizer=keras.optimizers.SGD(0.0), loss=loss(), metrics=["accuracy"], weighted_metrics=["mse"])
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.0),
+        loss=loss(),
+        metrics=["accuracy"],
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+    )
     for count in (97, 8 * SIZE + 1):
         recorder = Recorder()
         x, y = X[:count], Y[:count]
