@@ -121,7 +121,9 @@ def _distribute(optimizer: Any, distribution: _Distribution) -> None:
         distribution.variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
         apply(grads, trainable_variables)
         # Unreduced training looks healthy: every rank's loss falls. An optimizer of the user's own may not clip.
-        if len(grads) > 0 and reductions == before:
+        # Where nothing is compiled, a micro-batch that completes no step rightly reduces nothing.
+        waits = tf.executing_eagerly() and optimizer.gradient_accumulation_steps
+        if len(grads) > 0 and reductions == before and not waits:
             raise UsageError(
                 "gradients must pass through Keras' _clip_gradients, where they are averaged. "
                 f"{type(optimizer).__name__} applied them without: "

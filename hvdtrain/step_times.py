@@ -153,11 +153,11 @@ class TimeShares:
             "input_fraction": input_share,
             "compute_fraction": max(0.0, 1 - input_share - communication_share),
             "communication_fraction": communication_share,
-            "skew": None if len(hosts) == 1 else _skew(ready, hosts),
+            "skew": None if len(hosts) == 1 else skew(ready, hosts),
         }
 
 
-def _skew(ready: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
+def skew(ready: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
     """Which rank is last to be ready, and how often; ``ready`` has shape ``[ranks, steps]``."""
     last = np.bincount(np.argmax(ready, axis=0), minlength=len(hosts))
     slowest = int(np.argmax(last))

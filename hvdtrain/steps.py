@@ -10,7 +10,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.gradient_watch import GradientWatch
 from hvdtrain.step_times import StepTimes
 
-
 _ORIGINALS = "_hvdtrain_originals"
 
 

@@ -39,6 +39,9 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
     assert [events[0]["event"], events[-1]["event"]] == ["start", "end"]
     assert json.loads((run_dir / "config.json").read_text())["batch_size"] == 32
     assert (run_dir / "model.keras").is_file()
+    assert 0 < summary["communication_fraction"] < 1
+    assert summary["skew"]["slowest_rank"] in range(ranks)
+    assert "share of step    input" in job.output
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
     assert json.loads((checkpoint / "manifest.json").read_text())["weights_sha256"] == summary["weights_sha256"]
     # One rank tells: each line once.
@@ -78,6 +81,156 @@ def test_bad_input_is_told_once_and_leaves_nothing(arguments, code, message, tmp
     assert "Traceback" not in job.output
     assert not run_dir.exists()
     assert [path.name for path in occupied.iterdir()] == ["thesis.txt"]
+
+
+def test_every_option_in_one_job_shows_in_tensorboard(tmp_path):
+    """Read back with TensorBoard's own reader: every scalar, histogram and graph that was asked for."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_dir, timeline = tmp_path / "run", tmp_path / "timeline.json"
+    options = {
+        **{"steps": 40, "steps-per-call": 10, "log-every": 5, "eval-every": 20, "histograms-every": 15, "groups": 2},
+        **{"optimizer": "momentum", "learning-rate": 0.02, "lr-scaling": "sqrt", "warmup-steps": 7, "ema": 0.9},
+        **{"lr-decay": "cosine", "clip-norm": 1.0, "weight-decay": 1e-4, "compression": "fp16", "accumulate": 2},
+        **{"batch-size": 16, "mixed-precision": "bfloat16", "on-nan": "skip", "profile-steps": "21:23"},
+        **{"timeline": timeline, "run-dir": run_dir},
+    }
+    flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    job = run_job([*TRAIN, *flags, "--sync-batchnorm"], ranks=2, timeout_s=120)
+    assert job.code == 0, job.output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 40
+    assert 0 < summary["compression_error"] < 0.01
+    assert summary["bytes_reduced"] == 40 * 38_866 * 2
+    assert "global batch: 64 samples" in job.output
+    assert "learning rate: 0.0282843 (momentum, decay cosine, warm-up 7 steps)" in job.output
+    events = {}
+    for name in ("train", "eval"):
+        events[name] = EventAccumulator(str(run_dir / "tensorboard" / name), size_guidance={"scalars": 0})
+        events[name].Reload()
+    assert {"loss", "accuracy", "learning_rate", "gradient_norm", "examples_per_second"} <= set(
+        events["train"].Tags()["tensors"]
+    ) | set(events["train"].Tags()["scalars"])
+    logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in logged if each["event"] == "train"] == list(range(5, 41, 5))
+    assert [each["step"] for each in logged if each["event"] == "eval"] == [20, 40]
+    tags = events["train"].Tags()
+    assert tags["graph"]
+    histograms = {
+        each for each in [*tags["histograms"], *tags["tensors"]] if each.startswith(("weights/", "gradients/"))
+    }
+    assert len(histograms) == 2 * 8, histograms
+    assert json.loads(
+        timeline.read_text().rstrip().rstrip(",") + ("" if timeline.read_text().rstrip().endswith("]") else "]")
+    )
+    assert list((run_dir / "tensorboard").rglob("*.xplane.pb"))
+
+
+@pytest.mark.parametrize(("launcher", "code"), [("mpirun", 1), ("horovodrun --gloo", 1)])
+def test_diverging_training_is_ended_by_every_rank_and_told_once(launcher, code, tmp_path):
+    job = run_job(
+        [*TRAIN, "--optimizer", "sgd", "--learning-rate", "1e30", "--run-dir", str(tmp_path / "run")],
+        ranks=2,
+        launcher=launcher,
+        timeout_s=90,
+    )
+    assert job.code == code, job.output
+    assert len(told(job)) == 1, job.output
+    assert re.search(r"At step \d+: the loss on rank \d", told(job)[0])
+    assert not (tmp_path / "run" / "model.keras").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+RECORDS = """
+import sys
+import hvdtrain
+topology = hvdtrain.init(seed=0)
+import keras, tensorflow as tf
+from pathlib import Path
+from hvdtrain import runtime
+from hvdtrain.failure import end_job
+folder, allowed, grows = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "grows"
+collectives = runtime.current().collectives
+
+def parse(serialized):
+    features = {"x": tf.io.FixedLenFeature([2], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
+    parsed = tf.io.parse_single_example(serialized, features)
+    return parsed["x"], parsed["y"]
+
+class Grow(keras.callbacks.Callback):
+    only_on_rank_zero = True
+    def on_epoch_end(self, epoch, logs=None):
+        if grows:
+            with (folder / "0.tfrecord").open("ab") as file:
+                file.write(b"more")
+
+trainer = None
+try:
+    source = hvdtrain.data.TFRecords(str(folder / "*.tfrecord*"), parse, cache_dir=folder / "cache")
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
+    model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    options = {"batch_size": 4, "epochs": 3, "bad_samples": allowed, "callbacks": [Grow()]}
+    trainer = hvdtrain.Trainer(model, source, **options)
+    summary = trainer.fit()
+    if topology.rank == 0:
+        print("done with", summary["bad_samples"], "left out")
+except Exception as error:
+    end_job(error, collectives, None if trainer is None else trainer.step)
+"""
+
+
+@pytest.fixture(scope="module")
+def bad_inputs(tmp_path_factory):
+    """A folder of TFRecord files for each thing that can be wrong with them."""
+    import gzip
+
+    import tensorflow as tf
+
+    def write(path: Path, count: int, x_size: int = 2) -> None:
+        with tf.io.TFRecordWriter(str(path)) as writer:
+            for i in range(count):
+                features = {
+                    "x": tf.train.Feature(float_list=tf.train.FloatList(value=[i] * x_size)),
+                    "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[i % 2])),
+                }
+                writer.write(tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString())
+
+    root = tmp_path_factory.mktemp("bad")
+    for name in ("good", "truncated", "type", "gzip", "empty", "grows", "flipped"):
+        (root / name).mkdir()
+        write(root / name / "0.tfrecord", 20)
+    whole = (root / "good" / "0.tfrecord").read_bytes()
+    (root / "truncated" / "1.tfrecord").write_bytes(whole[:-5])
+    write(root / "type" / "1.tfrecord", 1, x_size=3)
+    (root / "gzip" / "1.tfrecord.gz").write_bytes(gzip.compress(whole)[:-20])
+    (root / "empty" / "1.tfrecord").write_bytes(b"")
+    (root / "flipped" / "1.tfrecord").write_bytes(whole[:100] + bytes([whole[100] ^ 1]) + whole[101:])
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "code", "message"),
+    [
+        ("good", 0, 0, "done with 0 left out"),
+        ("truncated", 0, 65, r"1\.tfrecord.*offset \d+"),
+        ("truncated", 1, 0, "done with 1 left out"),
+        ("type", 0, 65, r"1\.tfrecord, record 0 at offset 0 bytes"),
+        ("type", 1, 0, "done with 1 left out"),
+        ("flipped", 0, 65, r"1\.tfrecord, record \d at offset \d+ bytes: data checksum"),
+        ("gzip", 0, 65, r"1\.tfrecord\.gz.*offset \d+"),
+        ("empty", 0, 65, r"1\.tfrecord.*empty"),
+        ("grows", 0, 65, r"0\.tfrecord.*\d+ bytes"),
+    ],
+)
+def test_bad_records_end_every_rank_alike_or_are_left_out(name, allowed, code, message, bad_inputs, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(RECORDS)
+    command = [sys.executable, str(script), str(bad_inputs / name), str(allowed), name]
+    job = run_job(command, ranks=2, timeout_s=60)
+    assert job.code == code, job.output
+    assert re.search(message, job.output), job.output
+    assert "Traceback" not in job.output
 
 
 def test_an_exception_of_one_rank_ends_the_job_with_its_cause(tmp_path):

@@ -17,6 +17,11 @@ def test_defaults_come_from_the_task():
     assert (config.task, config.batch_size, config.epochs) == ("digits", None, None)
 
 
+def test_adasum_is_an_op():
+    assert cli.parse_train(["--adasum"]).op == "adasum"
+    assert cli.parse_train([]).op == "average"
+
+
 def test_every_option_of_the_help_says_its_default(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.parse_train(["--help"])
@@ -49,6 +54,7 @@ def test_bad_arguments(arguments, message):
         (["--steps", "-3"], 64, "--steps must be at least 1. Received: -3"),
         (["launch"], 64, "the command must be one of train, doctor. Received: 'launch'"),
         (["train", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
+        (["--timeline", "/nowhere/trace.json"], 65, "--timeline must be a file in an existing folder"),
         (["doctor", "--fast"], 64, "doctor takes no options"),
     ],
 )

@@ -21,6 +21,15 @@ from hvdtrain.errors import UsageError
         ({"clip_norm": 0.0}, "--clip-norm must be a finite number above 0"),
         ({"lr_decay": "linear"}, "--lr-decay must be one of none, exponential, cosine. Received: 'linear'"),
         ({"compression": "zip"}, "--compression must be one of none, fp16"),
+        ({"ema": 1.0}, "--ema must be at least 0 and below 1. Received: 1.0"),
+        ({"weight_decay": -0.1}, "--weight-decay must be a finite number of at least 0"),
+        ({"groups": 0}, "--groups must be at least 1"),
+        ({"bad_samples": -1}, "--bad-samples must be at least 0"),
+        ({"mixed_precision": "fp8"}, "--mixed-precision must be one of none, float16, bfloat16"),
+        ({"on_nan": "ignore"}, "--on-nan must be one of stop, skip"),
+        ({"profile_steps": "20"}, "--profile-steps must be two steps, first:last"),
+        ({"profile_steps": "9:3"}, "--profile-steps must be two steps, first:last"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, "--clip-norm and --clip-value exclude each other"),
         ({"steps": 5, "epochs": 1}, "--steps and --epochs exclude each other"),
     ],
 )
@@ -29,6 +38,11 @@ def test_a_broken_rule_is_named(values, message):
         TrainConfig(**values)
     assert message in str(caught.value)
     assert caught.value.exit_code == 64
+
+
+def test_the_range_to_profile():
+    assert TrainConfig(profile_steps="20:30").profile_range == (20, 30)
+    assert TrainConfig().profile_range == (0, 0)
 
 
 def test_every_field_is_documented():
