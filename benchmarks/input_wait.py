@@ -46,11 +46,10 @@ def measure(folder: Path) -> None:
     from networks import NETWORKS, compiled
 
     def parse(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        parsed = tf.io.parse_single_example(
-            serialized, {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
-        )
-        image = tf.reshape(tf.io.decode_raw(parsed["image"], tf.uint8), (32, 32, 3))
-        return tf.cast(image, tf.float32), tf.cast(parsed["label"], tf.int32)
+        features = {"image": tf.io.FixedLenFeature([], tf.string), "label": tf.io.FixedLenFeature([], tf.int64)}
+        parsed = tf.io.parse_example(serialized, features)
+        images = tf.reshape(tf.io.decode_raw(parsed["image"], tf.uint8), (-1, 32, 32, 3))
+        return tf.cast(images, tf.float32), tf.cast(parsed["label"], tf.int32)
 
     def distort(image: tf.Tensor, label: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         seeds = tf.unstack(tf.random.split(seed, 4))
@@ -61,7 +60,7 @@ def measure(folder: Path) -> None:
         return tf.image.per_image_standardization(image), label
 
     source = hvdtrain.data.TFRecords(
-        str(folder / "train-*.tfrecord"), parse, augment=distort, cache_dir=folder / "cache"
+        str(folder / "train-*.tfrecord"), parse, batched=True, augment=distort, cache_dir=folder / "cache"
     )
     make, batch_size = NETWORKS["cnn"]
     model = compiled(make(), keras.optimizers.SGD(1e-3))
@@ -83,7 +82,7 @@ def main() -> None:
         shares = []
         for _ in range(arguments.repeats):
             command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, __file__]
-            done = subprocess.run([*command, "--folder", folder], capture_output=True, text=True, check=True)
+            done = subprocess.run([*command, "--folder", folder], stdout=subprocess.PIPE, text=True, check=True)
             result = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
             shares.append(result["input_fraction"])
             print(f"input {result['input_fraction']:.2%} of a step of {result['step_ms']:.1f} ms", flush=True)

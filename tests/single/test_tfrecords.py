@@ -122,6 +122,28 @@ def test_augmentation_does_not_depend_on_the_number_of_ranks(folder):
     assert max(epoch(1)) > 1000
 
 
+def parse_batch(serialized):
+    features = tf.io.parse_example(serialized, FEATURES)
+    return features["x"], features["y"]
+
+
+def test_a_batch_can_be_parsed_at_once(folder):
+    plan = SamplePlan(num_samples=30, batch_size=4, seed=1)
+
+    def augment(x, y, seed):
+        return x + tf.random.stateless_uniform([2], seed, maxval=100, dtype=tf.int64), y
+
+    for options in ({}, {"augment": augment}):
+        singly = open_files(str(folder / "*.tfrecord"), **options)
+        at_once = open_files(str(folder / "*.tfrecord"), parse=parse_batch, batched=True, **options)
+        for ours, theirs in zip(training_dataset(at_once, plan).take(9), training_dataset(singly, plan), strict=False):
+            for mine, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
+                assert np.array_equal(mine, other)
+    place = at_once._files[0].path
+    change_byte(place, offset_of(place, 3) + 14)
+    assert [bad.number for bad in at_once.find_bad(np.arange(5))] == [3]
+
+
 def test_sample_weights_and_other_results(whole):
     source = open_files(whole, parse=lambda s: (*parse(s), 0.5))
     assert source.has_sample_weights
