@@ -18,8 +18,8 @@ import numpy as np
 from networks import NETWORKS, compiled, endless_batches, step_ms
 
 from hvdtrain.gradient_watch import GradientWatch
-from hvdtrain.step_times import StepTimes
 from hvdtrain.steps import CompiledSteps
+from hvdtrain.timing.step_times import StepTimes
 
 STEPS_PER_BLOCK = {"cnn": 20, "mlp": 1000}
 

@@ -60,6 +60,7 @@ class RankCallbacks:
         # Asked of all callbacks, not of this rank's: what follows from it is done by every rank.
         self.hear_train_batches = any(_hears_train_batches(each) for each in callbacks)
         self.hear_test_batches = any(_overrides(each, _TEST_BATCH_HOOKS) for each in callbacks)
+        self.terminate_on_nan = any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
         self.swap_averaged_weights = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
 
     @property

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvdtrain import replicas
 from hvdtrain.callbacks import RankCallbacks
 from hvdtrain.collectives import Collectives
-from hvdtrain.feed import EvaluationFeed
+from hvdtrain.data.feed import EvaluationFeed
 from hvdtrain.metrics import reduced_results, require_sums
 from hvdtrain.steps import CompiledSteps
 from hvdtrain.weight_average import averaged_weights

@@ -10,9 +10,9 @@ import tensorflow as tf
 from hvdtrain.collectives import Collectives, Gradient
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.optimizer import distribution_of, leaves
-from hvdtrain.step_times import StepTimes
+from hvdtrain.timing.step_times import StepTimes
 
-ON_NAN = ("stop", "skip")
+ON_NAN = ("stop", "skip", "ignore")
 _NOT_FINITE = "hvdtrain: the averaged gradient is not finite"
 
 
@@ -36,7 +36,8 @@ class GradientWatch:
     Args:
         optimizer: a distributed optimizer.
         times: counts the steps.
-        on_nan: ``stop``: the step raises before anything is updated; ``skip``: it updates nothing.
+        on_nan: ``stop``: the step raises before anything is updated; ``skip``: it updates nothing;
+            ``ignore``: it goes on.
         copy_every: steps between copies of the averaged gradients, for histograms; 0: none.
         compression_error_every: steps between measurements of what compression loses.
 
@@ -127,6 +128,8 @@ class GradientWatch:
                 tf.debugging.Assert(False, [_NOT_FINITE])
             return tf.constant(False)
 
+        if self._on_nan == "ignore":
+            return reduced
         if applies is not None:
             applies.assign(finite)
         passed = tf.cond(finite, lambda: tf.constant(True), stop if applies is None else skip)

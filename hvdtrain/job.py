@@ -11,12 +11,12 @@ from hvdtrain.config import TrainConfig, flag_of
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.failure import end_job, on_every_rank
 from hvdtrain.optimizer import DistributedOptimizer
-from hvdtrain.profiler import Profiler
 from hvdtrain.report import Reporter, RunShape
 from hvdtrain.run_directory import RunDirectory, open_run_directory
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
 from hvdtrain.tasks import Data, Task, load_task
+from hvdtrain.timing.profiler import Profiler
 from hvdtrain.trainer import Trainer
 
 # May differ between ranks: folders and cores are a host's own.

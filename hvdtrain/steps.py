@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.gradient_watch import GradientWatch
-from hvdtrain.step_times import StepTimes
+from hvdtrain.timing.step_times import StepTimes
 
 _ORIGINALS = "_hvdtrain_originals"
 

@@ -8,25 +8,25 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import process, replicas, runtime
-from hvdtrain.bad_samples import BadSampleQuota
 from hvdtrain.batchnorm import synchronize_batch_normalization
 from hvdtrain.callbacks import RankCallbacks
-from hvdtrain.clock import Clock
 from hvdtrain.data import Source
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.feed import EvaluationFeed, TrainingFeed
 from hvdtrain.errors import UsageError
 from hvdtrain.evaluation import Evaluator
 from hvdtrain.failure import on_every_rank
-from hvdtrain.feed import EvaluationFeed, TrainingFeed
 from hvdtrain.gradient_watch import GradientWatch, described, is_not_finite
 from hvdtrain.loss_scale import overflowed_steps, require_usable_loss_scale
 from hvdtrain.losses import sums_over_batch
 from hvdtrain.metrics import reduced_results
 from hvdtrain.optimizer import DistributedOptimizer, distribution_of, gradient_bytes, is_distributed, leaves
-from hvdtrain.profiler import Profiler
 from hvdtrain.report import Reporter
 from hvdtrain.sampling import SamplePlan
-from hvdtrain.step_times import StepTimes, TimeShares
 from hvdtrain.steps import CompiledSteps
+from hvdtrain.timing.clock import Clock
+from hvdtrain.timing.profiler import Profiler
+from hvdtrain.timing.step_times import StepTimes, TimeShares
 from hvdtrain.weight_average import averaged_weights, keeps_average
 
 
@@ -50,7 +50,8 @@ class Trainer:
         log_every, eval_every, check_every, histograms_every: in steps; ``eval_every=0``: at the end
             of each epoch; ``check_every=0``: variables are compared over ranks only at the end;
             ``histograms_every=0``: none.
-        on_nan: what follows a loss or gradient that is not finite: ``stop`` or ``skip`` the step.
+        on_nan: what follows a loss or gradient that is not finite: ``stop`` with an error, ``skip`` the
+            step, or ``ignore``. A TerminateOnNaN callback takes the place of ``stop``.
         bad_samples: how many samples may be unreadable, over all ranks.
         sync_batchnorm: BatchNormalization over all ranks in every layer, not only in those made with
             ``synchronized=True``.
@@ -112,7 +113,6 @@ class Trainer:
         self._log_every = log_every
         self._check_every = check_every
         self._histograms_every = histograms_every
-        self._on_nan = on_nan
         self._callbacks = RankCallbacks(
             callbacks,
             model,
@@ -120,11 +120,12 @@ class Trainer:
             epochs=-(-self._total_steps // self._plan.steps_per_epoch),
             steps_per_epoch=self._plan.steps_per_epoch,
         )
+        self._on_nan = "ignore" if on_nan == "stop" and self._callbacks.terminate_on_nan else on_nan
         times = StepTimes(accumulate)
         self._watch = GradientWatch(
             model.optimizer,
             times,
-            on_nan=on_nan,
+            on_nan=self._on_nan,
             copy_every=histograms_every,
             compression_error_every=log_every,
         )
@@ -160,6 +161,7 @@ class Trainer:
             )
         self._skipped_steps_told = 0
         self._values: dict[str, float] = {}
+        self._values_step = 0
         self._evaluated: dict[str, float] = {}
         self._validated: dict[str, float] = {}
         self.step = 0
@@ -253,16 +255,22 @@ class Trainer:
         if any(self.step % every == 0 for every in self._callbacks.save_intervals):
             replicas.share_statistics(self.model, self._collectives)
         last_batch = (self.step - 1) % self._plan.steps_per_epoch
-        return self._callbacks.train_call_ends(last_batch, reduced_results(self.model, self._collectives))
+        return self._callbacks.train_call_ends(last_batch, self._epoch_so_far())
 
     def _report(self, clock: Clock, *, is_last: bool) -> None:
         if self._is_due(self._log_every) or is_last:
-            self._values = reduced_results(self.model, self._collectives)
             self._quota.total()
             self._look_for_skipped()
-            self._reporter.progressed(self.step, {**self._values, **self._gauges(clock)})
+            self._reporter.progressed(self.step, {**self._epoch_so_far(), **self._gauges(clock)})
         if self._histograms_every and self.step % self._histograms_every == 0:
             self._reporter.histograms(self.step, replicas.weights_by_path(self.model), self._watch.copies())
+
+    def _epoch_so_far(self) -> dict[str, float]:
+        """Loss and metrics of the epoch over all ranks, added up once a step."""
+        if self._values_step != self.step:
+            self._values = reduced_results(self.model, self._collectives)
+            self._values_step = self.step
+        return self._values
 
     def _gauges(self, clock: Clock) -> dict[str, float]:
         return {
@@ -282,7 +290,7 @@ class Trainer:
     def _end_epoch(self) -> bool:
         """Gives back whether a callback stops the training."""
         epoch = (self.step - 1) // self._plan.steps_per_epoch
-        values = reduced_results(self.model, self._collectives)
+        values = self._epoch_so_far()
         replicas.share_statistics(self.model, self._collectives)
         with averaged_weights(self.model.optimizer) if self._shows_average else nullcontext():
             return self._callbacks.epoch_ends(epoch, {**values, **self._validated})

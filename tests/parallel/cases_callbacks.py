@@ -13,7 +13,7 @@ from models import NUM_CLASSES, loss, samples, values
 import hvdtrain
 from hvdtrain import runtime
 from hvdtrain.data import Arrays
-from hvdtrain.errors import DisagreementError, UsageError
+from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
 from hvdtrain.metrics import reduced_results
 
 TOPOLOGY = hvdtrain.init(seed=0)
@@ -172,11 +172,31 @@ def test_statistics_in_a_checkpoint_in_the_middle_of_an_epoch_are_those_of_all_r
     same_everywhere(seen)
 
 
-def test_terminate_on_nan_ends_all_ranks():
-    model = compiled(keras.optimizers.SGD(1e30))
-    model, summary = fit([keras.callbacks.TerminateOnNaN()], model, epochs=4, on_nan="skip")
-    assert summary["skipped_steps"] >= 0
-    same_everywhere(summary["steps"])
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_terminate_on_nan_ends_all_ranks(rank):
+    """The bad sample is one rank's alone; the callback takes the place of the error."""
+    x = X.copy()
+    order = np.random.Generator(np.random.Philox([0, 0])).permutation(len(X))
+    x[order[2 * 8 * SIZE + rank * 8]] = np.nan
+    model = compiled()
+    recorder = Recorder()
+    trainer = hvdtrain.Trainer(
+        model, Arrays(x, Y), batch_size=8, epochs=4, callbacks=[recorder, keras.callbacks.TerminateOnNaN()]
+    )
+    summary = trainer.fit()
+    assert summary["steps"] == 3
+    assert np.isnan(recorder.batches[-1][1]["loss"])
+
+
+def test_a_changed_weight_is_found_within_the_stated_number_of_steps():
+    class Breaks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if RANK == SIZE - 1 and batch == 1:
+                kernel = self.model.layers[0].kernel
+                kernel.assign(kernel + 1e-6)
+
+    with pytest.raises(DivergenceError, match=rf"At step 3 variable '.*dense.*' of rank {SIZE - 1} differs"):
+        fit([Breaks()], check_every=3)
 
 
 def test_one_ranks_wish_to_stop_stops_all():

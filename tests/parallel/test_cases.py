@@ -3,22 +3,10 @@
 import pytest
 from launcher import run_cases
 
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_optimizer(ranks, tmp_path):
-    run_cases("optimizer", ranks=ranks, minimum=40, folder=tmp_path, timeout_s=400)
+MINIMUM = {"optimizer": 40, "training": 33, "options": 28, "callbacks": 50}
+RANKS = [(name, ranks) for name in MINIMUM for ranks in (2, 4)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training(ranks, tmp_path):
-    run_cases("training", ranks=ranks, minimum=33, folder=tmp_path, timeout_s=400)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_options(ranks, tmp_path):
-    run_cases("options", ranks=ranks, minimum=30, folder=tmp_path, timeout_s=400)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_callbacks(ranks, tmp_path):
-    run_cases("callbacks", ranks=ranks, minimum=50, folder=tmp_path, timeout_s=400)
+@pytest.mark.parametrize(("name", "ranks"), [("options", 1), *RANKS])
+def test_cases(name, ranks, tmp_path):
+    run_cases(name, ranks=ranks, minimum=MINIMUM[name], folder=tmp_path, timeout_s=500)

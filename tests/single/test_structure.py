@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 # Each module may import those before it.
 ORDER = [
     *("errors", "config", "process", "sampling", "schedule", "collectives", "runtime", "failure", "replicas"),
-    *("optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "step_times", "gradient_watch"),
-    *("data", "bad_samples", "feed", "metrics", "checkpoint", "report", "run_directory", "profiler", "clock"),
-    *("steps", "callbacks", "evaluation", "tasks", "trainer", "job", "doctor", "cli", "__main__"),
+    *("optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "timing", "gradient_watch", "data"),
+    *("metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation", "tasks", "trainer"),
+    *("job", "doctor", "cli", "__main__"),
 ]
 
 

@@ -7,15 +7,15 @@ import tensorflow as tf
 from keras import layers
 
 import hvdtrain
-from hvdtrain.bad_samples import BadSampleQuota
 from hvdtrain.collectives import OneProcess
 from hvdtrain.data import Arrays, BadSample
+from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.failure import JobError
 from hvdtrain.loss_scale import require_usable_loss_scale
-from hvdtrain.profiler import Profiler
 from hvdtrain.report import Reporter
-from hvdtrain.step_times import skew
+from hvdtrain.timing.profiler import Profiler
+from hvdtrain.timing.step_times import skew
 from hvdtrain.weight_average import averaged_weights
 
 hvdtrain.init()

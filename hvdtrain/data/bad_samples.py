@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hvdtrain.collectives import Collectives
-from hvdtrain.data import BadSample
+from hvdtrain.data.source import BadSample
 from hvdtrain.errors import DataError
 from hvdtrain.failure import on_every_rank, tell
 

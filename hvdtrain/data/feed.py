@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from hvdtrain.bad_samples import BadSampleQuota
-from hvdtrain.data import Source, evaluation_dataset, training_dataset
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
+from hvdtrain.data.source import Source
 from hvdtrain.sampling import SamplePlan, shard_batches
 
 
