@@ -89,6 +89,12 @@ class Trainer:
         profiler: Profiler | None = None,
         checkpoint: Callable[[int], None] | None = None,
     ):
+        if not model.built or getattr(model, "optimizer", None) is None:
+            raise UsageError(
+                f"model {model.name!r} must be built and compiled with an optimizer: give its first layer an Input, or "
+                "call it once on a batch, then compile it. A model with several optimizers of its own trains with "
+                "model.fit, each of them wrapped in DistributedOptimizer."
+            )
         self._collectives = runtime.current().collectives
         self._plan = SamplePlan(
             num_samples=training.num_samples,

@@ -200,10 +200,19 @@ def test_nan_ends_one_rank_too():
     assert summary["skipped_steps"] == 2
 
 
+def test_a_model_that_is_not_ready_is_refused():
+    unbuilt = keras.Sequential([layers.Dense(3)])
+    unbuilt.compile(optimizer="sgd", loss="mse")
+    uncompiled = keras.Sequential([layers.Input((5,)), layers.Dense(3)])
+    for model in (unbuilt, uncompiled):
+        with pytest.raises(UsageError, match="must be built and compiled with an optimizer"):
+            hvdtrain.Trainer(model, Arrays(X, Y), batch_size=7, epochs=1)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_nan": "ignore"}, "on_nan must be one of stop, skip. Received: 'ignore'"),
+        ({"on_nan": "halt"}, "on_nan must be one of stop, skip, ignore. Received: 'halt'"),
         ({"callbacks": ["adam"]}, "callbacks must be Keras callbacks"),
     ],
 )
