@@ -258,7 +258,7 @@ class Trainer:
 
     def _end_call(self) -> bool:
         """Gives back whether a callback stops the training."""
-        if any(self.step % every == 0 for every in self._callbacks.save_intervals):
+        if self._callbacks.save_intervals:  # not all Keras versions save at its multiples
             replicas.share_statistics(self.model, self._collectives)
         last_batch = (self.step - 1) % self._plan.steps_per_epoch
         return self._callbacks.train_call_ends(last_batch, self._epoch_so_far())
