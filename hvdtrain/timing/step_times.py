@@ -122,7 +122,8 @@ class TimeShares:
         self._times = times
         self._collectives = collectives
         self._host = host
-        self._all: list[np.ndarray] = []
+        self.all_steps: list[np.ndarray] = []
+        """What was exchanged so far, as :meth:`StepTimes.drain` gives it, by rank: ``[ranks, steps, 3]`` each."""
         self._pending = 0
 
     def made(self, steps: int) -> None:
@@ -133,13 +134,13 @@ class TimeShares:
 
     def _exchange(self) -> None:
         self._pending = 0
-        self._all.append(np.stack(self._collectives.allgather(self._times.drain())))
+        self.all_steps.append(np.stack(self._collectives.allgather(self._times.drain())))
 
     def summary(self, step_ms: float) -> dict[str, Any]:
         """Shares of a step of ``step_ms`` milliseconds on average, and the skew. Every rank has to call it."""
         self._exchange()
         hosts = self._collectives.allgather(self._host)
-        times = np.concatenate(self._all, axis=1)
+        times = np.concatenate(self.all_steps, axis=1)
         times = times[:, ~np.isnan(times).any(axis=(0, 2))]
         if times.shape[1] > 1:
             times = times[:, 1:]  # the first step compiles

@@ -175,6 +175,19 @@ def test_statistics_in_a_checkpoint_in_the_middle_of_an_epoch_are_those_of_all_r
     same_everywhere(seen)
 
 
+def test_statistics_at_the_end_of_an_epoch_are_those_of_all_ranks():
+    seen = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(self.model.layers[1].moving_mean.numpy().tobytes())
+
+    # Without an evaluation, which would share them.
+    hvdtrain.Trainer(compiled(), Arrays(X, Y), batch_size=8, epochs=2, callbacks=[Looks()], check_every=0).fit()
+    assert len(seen) == 2
+    same_everywhere(seen)
+
+
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_terminate_on_nan_ends_all_ranks(rank):
     """The bad sample is one rank's alone; the callback takes the place of the error."""
@@ -380,10 +393,14 @@ def test_ranks_are_told_apart_by_their_speed():
     keras.utils.set_random_seed(7)
     model = keras.Sequential([layers.Input((6,)), Slow(), layers.Dense(NUM_CLASSES)])
     model.compile(optimizer="sgd", loss=loss())
-    summary = hvdtrain.Trainer(model, Arrays(X, Y), batch_size=4, steps=30).fit()
+    trainer = hvdtrain.Trainer(model, Arrays(X, Y), batch_size=4, steps=30)
+    summary = trainer.fit()
     same_everywhere(summary["skew"])
     assert summary["skew"]["slowest_rank"] == SIZE - 1
     assert summary["skew"]["slowest_share"] > 0.6
+    # Those that are not slow wait for the one that is.
+    waited_s = np.median(np.concatenate(trainer._shares.all_steps, axis=1)[:, :, 2], axis=1)
+    assert waited_s[: SIZE - 1].min() > 0.002
     assert 0 <= summary["communication_fraction"] <= 1
     shares = [summary[f"{part}_fraction"] for part in ("input", "compute", "communication")]
     assert sum(shares) == pytest.approx(1, abs=0.01) or summary["compute_fraction"] == 0

@@ -226,6 +226,30 @@ def test_nan_in_one_ranks_input_is_named_everywhere(on_rank, accumulate):
     assert_equal_replicas(model)
 
 
+@pytest.mark.parametrize("on_rank", sorted({0, SIZE - 1}))
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_a_loss_that_is_not_finite_though_its_gradient_is(on_rank, on_nan):
+    """Only what is written into the gradient tells the other ranks."""
+    part = GLOBAL_BATCH // SIZE
+    order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
+    marked = Y.astype(np.float32)
+    marked[order[2 * GLOBAL_BATCH + on_rank * part]] = 1e9
+
+    def infinite_where_marked(y_true, y_pred):
+        infinity = tf.where(tf.reshape(y_true, [-1]) > 1e6, np.float32(np.inf), 0.0)
+        return tf.reduce_sum(y_pred**2, -1) + tf.stop_gradient(infinity)
+
+    model = compiled(tanh_model, keras.optimizers.SGD(0.1))
+    model.compile(optimizer=keras.optimizers.SGD(0.1), loss=infinite_where_marked)
+    trainer = hvdtrain.Trainer(model, Arrays(X, marked), batch_size=part, steps=6, seed=5, on_nan=on_nan)
+    if on_nan == "stop":
+        with pytest.raises(NonFiniteError, match=rf"At step 3: the loss on rank {on_rank} is not finite"):
+            trainer.fit()
+    else:
+        assert trainer.fit()["skipped_steps"] == 1
+    assert_equal_replicas(model)
+
+
 class BrokenGradient(keras.layers.Layer):
     """Its output is what came in; its gradient is infinite where the input is above a bound."""
 
@@ -396,6 +420,27 @@ def test_synchronised_batchnorm_forward_and_backward():
         assert gradient == pytest.approx(expected_gradient[mine], abs=2e-5)
         assert layer.moving_mean.numpy() == pytest.approx(plain_layer.moving_mean.numpy(), abs=1e-5)
         assert layer.moving_variance.numpy() == pytest.approx(plain_layer.moving_variance.numpy(), abs=1e-5)
+
+
+def test_a_rank_without_a_sample_of_its_own_counts_for_nothing_in_batchnorm():
+    whole = np.random.default_rng(3).normal(3.0, 2.0, size=(SIZE * 5, 3)).astype(np.float32)
+    layer = layers.BatchNormalization(momentum=0.5)
+    model = keras.Sequential([layers.Input((3,)), layer])
+    is_filler = RANK == 0 and SIZE > 1
+    hvdtrain.synchronize_batch_normalization(model, part_weight=lambda: tf.constant(0.0 if is_filler else 1.0))
+    layer(tf.constant(whole[5 * RANK : 5 * RANK + 5]), training=True)
+    counted = whole[5:] if SIZE > 1 else whole
+    assert layer.moving_mean.numpy() == pytest.approx(0.5 * counted.mean(0), rel=1e-4)
+    assert layer.moving_variance.numpy() == pytest.approx(0.5 + 0.5 * counted.var(0), rel=1e-4)
+
+
+def test_fewer_samples_in_the_last_step_than_ranks():
+    x, y = X[: 7 * GLOBAL_BATCH + max(1, SIZE - 1)], Y[: 7 * GLOBAL_BATCH + max(1, SIZE - 1)]
+    ours, _ = trained(batchnorm_model, SGD(0.1), Arrays(x, y), sync_batchnorm=True)
+    theirs = compiled(batchnorm_model, SGD(0.1))
+    train_alone(theirs, x, y, global_batch=GLOBAL_BATCH, seed=5, steps=STEPS)
+    assert_equal_replicas(ours)
+    assert relative_difference(values(ours.weights), values(theirs.weights)) < 1e-5
 
 
 def test_losses_that_cannot_be_averaged_are_refused():

@@ -39,7 +39,7 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
     assert [events[0]["event"], events[-1]["event"]] == ["start", "end"]
     assert json.loads((run_dir / "config.json").read_text())["batch_size"] == 32
     assert (run_dir / "model.keras").is_file()
-    assert 0 < summary["communication_fraction"] < 1
+    assert 0.005 < summary["communication_fraction"] < 1  # two readings of a clock alone are less
     assert summary["skew"]["slowest_rank"] in range(ranks)
     assert "share of step    input" in job.output
     (checkpoint,) = (run_dir / "checkpoints").iterdir()

@@ -97,9 +97,15 @@ def test_the_norm_and_the_copies_are_of_the_last_gradient():
 def test_a_model_can_be_trained_twice():
     """The second trainer's hooks replace the first's: an epoch after an epoch is two epochs."""
     twice, once = make_model("adam"), make_model("adam")
+
+    def fail(*_):
+        raise AssertionError("the first trainer's hook was called")
+
     # The same order in each epoch: one batch holds them all.
     for _ in range(2):
-        hvdtrain.Trainer(twice, Arrays(X, Y), batch_size=70, epochs=1, on_nan="skip").fit()
+        trainer = hvdtrain.Trainer(twice, Arrays(X, Y), batch_size=70, epochs=1, on_nan="skip")
+        trainer.fit()
+        trainer._watch.poison = fail
     hvdtrain.Trainer(once, Arrays(X, Y), batch_size=70, epochs=2).fit()
     for a, b in zip(twice.weights, once.weights, strict=True):
         assert a.numpy() == pytest.approx(b.numpy(), abs=1e-6)
