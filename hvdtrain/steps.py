@@ -132,7 +132,7 @@ class CompiledSteps:
         data, part_weight = self.times.next_batch(iterator)
         # Where the iterator fails, nothing of the step may have happened: counters and random states
         # do not need the batch, and would otherwise move on ahead of the other ranks'.
-        with tf.control_dependencies(tf.nest.flatten((data, part_weight))):
+        with tf.control_dependencies(tf.nest.flatten((data, part_weight), expand_composites=True)):
             self._train_on_batch(data, part_weight)
             # A step that raises is not to be counted: count after one of its updates.
             smallest = min(self._model.trainable_variables, key=lambda v: v.value.shape.num_elements(), default=None)

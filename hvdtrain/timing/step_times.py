@@ -64,11 +64,11 @@ class StepTimes:
                 began = _now()
             with tf.control_dependencies([began]):
                 batch = iterator.get_next()
-            with tf.control_dependencies(tf.nest.flatten(batch)):
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
                 waited = _now() - began
             # Nothing that computes may come before the time is taken: it could be queued behind.
             with tf.control_dependencies([waited]):
-                batch = tf.nest.map_structure(tf.identity, batch)
+                batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
             if self._micro_batches_per_step == 1:
                 self._began.assign(began)
                 self._waited.assign(waited)

@@ -1,0 +1,106 @@
+"""Small trainings that the cases share: by the trainer on all ranks, and by plain Keras on the whole batch."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from models import NUM_CLASSES, loss, samples, values
+from one_process import train_alone
+
+import hvdtrain
+from hvdtrain import runtime
+from hvdtrain.data import Arrays
+
+TOPOLOGY = hvdtrain.init(seed=0, deterministic=True)
+RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
+COLLECTIVES = runtime.current().collectives
+GLOBAL_BATCH = 32
+STEPS = 24
+# 245 = 7 * 32 + 21: the last step of an epoch divides by no number of ranks.
+X, Y = samples(245, seed=1)
+
+
+def assert_equal_replicas(model: keras.Model) -> None:
+    mine = values(model.weights) + values(model.optimizer.variables)
+    for theirs in COLLECTIVES.allgather(mine):
+        assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def tanh_model() -> keras.Model:
+    return keras.Sequential([layers.Input((6,)), layers.Dense(16, activation="tanh"), layers.Dense(NUM_CLASSES)])
+
+
+def batchnorm_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            layers.Input((6,)),
+            layers.Dense(16, use_bias=False),  # a bias would be taken off again: its gradient is rounding alone
+            layers.BatchNormalization(momentum=0.9),
+            layers.Activation("tanh"),
+            layers.Dense(NUM_CLASSES),
+        ]
+    )
+
+
+def regularized_model() -> keras.Model:
+    l2 = keras.regularizers.L2(0.05)
+    dense = layers.Dense(16, activation="tanh", kernel_regularizer=l2)
+    return keras.Sequential([layers.Input((6,)), dense, layers.Dense(NUM_CLASSES)])
+
+
+def compiled(make_model, optimizer, seed: int = 100) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    model = make_model()
+    model.compile(optimizer=optimizer, loss=loss(), metrics=["accuracy"])
+    return model
+
+
+def trained(make_model, optimizer, source=None, **options) -> tuple[keras.Model, dict]:
+    # Other initial weights on each rank: the broadcast mends them.
+    model = compiled(make_model, optimizer, seed=100 + RANK)
+    accumulate = options.get("accumulate", 1)
+    arguments = {"batch_size": GLOBAL_BATCH // SIZE // accumulate, "steps": STEPS, "seed": 5, **options}
+    return model, hvdtrain.Trainer(model, source or Arrays(X, Y), **arguments).fit()
+
+
+def alone(make_model, optimizer, *, shuffle: bool = True) -> keras.Model:
+    model = compiled(make_model, optimizer)
+    train_alone(model, X, Y, global_batch=GLOBAL_BATCH, seed=5, steps=STEPS, shuffle=shuffle)
+    model.optimizer.finalize_variable_values(model.trainable_variables)  # as model.fit does at its end
+    return model
+
+
+@contextlib.contextmanager
+def dtype_policy(name: str):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def write_records(folder) -> list[str]:
+    """The samples in three files of unequal length, one of them compressed; written by rank 0 for all."""
+    paths = [str(folder / f"part-{i}.tfrecord{'.gz' if i == 1 else ''}") for i in range(3)]
+    if RANK == 0:
+        for i, (first, last) in enumerate(((0, 100), (100, 107), (107, len(X)))):
+            with tf.io.TFRecordWriter(paths[i], tf.io.TFRecordOptions("GZIP" if i == 1 else "")) as writer:
+                for x, y in zip(X[first:last], Y[first:last], strict=True):
+                    features = {
+                        "x": tf.train.Feature(float_list=tf.train.FloatList(value=x)),
+                        "y": tf.train.Feature(int64_list=tf.train.Int64List(value=[y])),
+                    }
+                    example = tf.train.Example(features=tf.train.Features(feature=features))
+                    writer.write(example.SerializeToString())
+    COLLECTIVES.barrier()
+    return paths
+
+
+def parse(serialized):
+    parsed = tf.io.parse_single_example(
+        serialized, {"x": tf.io.FixedLenFeature([6], tf.float32), "y": tf.io.FixedLenFeature([], tf.int64)}
+    )
+    return parsed["x"], tf.cast(parsed["y"], tf.int32)
