@@ -19,7 +19,7 @@ from hvdtrain.failure import on_every_rank
 from hvdtrain.gradient_watch import GradientWatch, described, is_not_finite
 from hvdtrain.loss_scale import overflowed_steps, require_usable_loss_scale
 from hvdtrain.losses import sums_over_batch
-from hvdtrain.metrics import reduced_results
+from hvdtrain.metrics import reduced_results, require_sums
 from hvdtrain.optimizer import DistributedOptimizer, distribution_of, gradient_bytes, is_distributed, leaves
 from hvdtrain.report import Reporter
 from hvdtrain.sampling import SamplePlan
@@ -227,6 +227,7 @@ class Trainer:
     def _begin_epoch(self) -> None:
         on_every_rank(self._training.check_unchanged, self._collectives)
         self.model.reset_metrics()
+        require_sums(self.model)
         self._validated = {}
         self._callbacks.epoch_begins(self.step // self._plan.steps_per_epoch)
 

@@ -371,10 +371,11 @@ def test_a_metric_that_is_no_sum_is_refused():
         def reset_state(self):
             self.value.assign(-np.inf)
 
-    model = compiled()
-    model.compile(optimizer="sgd", loss=loss(), metrics=[Largest()])
-    with pytest.raises(UsageError, match="largest"):
-        hvdtrain.Trainer(model, Arrays(X, Y), Arrays(TEST_X, TEST_Y), batch_size=8, epochs=1).fit()
+    for evaluation in (Arrays(TEST_X, TEST_Y), None):
+        model = compiled()
+        model.compile(optimizer="sgd", loss=loss(), metrics=[Largest()])
+        with pytest.raises(UsageError, match="largest"):
+            hvdtrain.Trainer(model, Arrays(X, Y), evaluation, batch_size=8, epochs=2).fit()
 
 
 def test_ranks_are_told_apart_by_their_speed():
