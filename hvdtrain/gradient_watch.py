@@ -162,7 +162,10 @@ class GradientWatch:
         dense = [i for i, gradient in enumerate(result) if isinstance(gradient, tf.Tensor)]
         if dense:
             finite = tf.math.is_finite(loss)
-            self._loss_was_finite.assign(finite)
+            # Over the micro-batches of the step; and noted before anything that raises because of it.
+            self._loss_was_finite.assign(finite & (self._times.begins_step() | self._loss_was_finite))
+            with tf.control_dependencies([self._loss_was_finite.read_value()]):
+                finite = tf.identity(finite)
             smallest = min(dense, key=lambda i: result[i].shape.num_elements() or np.inf)  # type: ignore[union-attr]
             gradient = result[smallest]
             result[smallest] = tf.where(finite, gradient, tf.constant(np.nan, gradient.dtype))  # type: ignore[union-attr]

@@ -47,10 +47,9 @@ class EvaluationFeed:
         self._size = size
         self._quota = quota
         self._excluded: frozenset[int] = frozenset()
-        self.restart()
 
     def restart(self) -> None:
-        """Goes back to the first batch."""
+        """Begins with the first batch; to be called before each evaluation."""
         self._position = 0
         self._make_iterator()
 
