@@ -138,6 +138,28 @@ def stdout_is_terminal() -> bool:
         return False
 
 
+def horovodrun_above() -> int | None:
+    """The ``horovodrun`` that started this process, if it runs on this host; None: none."""
+    try:
+        ancestor = _PROC / str(os.getppid())
+        while ancestor.name not in ("0", "1"):
+            arguments = ancestor.joinpath("cmdline").read_text(errors="replace").split("\0")
+            if any(Path(each).name == "horovodrun" for each in arguments[:2]):
+                return int(ancestor.name)
+            ancestor = _PROC / _parent(ancestor)
+    except OSError:
+        pass
+    return None
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that has ended, collected by its parent or not."""
+    try:
+        return _PROC.joinpath(str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _parent(process: Path) -> str:
     # The second field, the program's name, may hold spaces and brackets.
     return process.joinpath("stat").read_text().rpartition(")")[2].split()[1]
@@ -160,6 +182,18 @@ def _is_terminal(path: Path) -> bool:
 def cache_folder() -> Path:
     """Where a user's files go that can be made again: by the XDG rules, in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+def supervisor_file() -> Path | None:
+    """Where a job that ``launch/run --restarts`` started tells how it fares; None for any other."""
+    path = os.environ.get("HVDTRAIN_SUPERVISOR_FILE")
+    return Path(path) if path else None
+
+
+def restart_number() -> int:
+    """How often ``launch/run --restarts`` has started this job again; 0 for its first start."""
+    number = os.environ.get("HVDTRAIN_RESTART", "")
+    return int(number) if number.isdecimal() else 0
 
 
 def trace_reductions(path: str) -> None:

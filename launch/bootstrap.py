@@ -1,9 +1,9 @@
 """Makes the environment of this checkout when it is missing or out of date, then runs a command in it.
 
-Called by ``launch/run``. Only the standard library, any Python from 3.10 on. Settings, all from the
-environment: ``HVDTRAIN_PYTHON`` (the interpreter), and those of ``launch/horovod/backend.py``
-(``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). Another value makes the environment anew; one that is
-not mentioned again stays in force until ``.venv`` is deleted.
+Called by ``launch/run``; with ``--restarts``, ``restarts.py`` runs the command. Only the standard library,
+any Python from 3.10 on. Settings, all from the environment: ``HVDTRAIN_PYTHON`` (the interpreter), and
+those of ``launch/horovod/backend.py`` (``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). Another value makes
+the environment anew; one that is not mentioned again stays in force until ``.venv`` is deleted.
 """
 
 import fcntl
@@ -19,6 +19,8 @@ import time
 from collections import deque
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from restarts import OptionError, supervise, take_options
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -210,10 +212,17 @@ def environment() -> dict[str, str]:
     env["VIRTUAL_ENV"] = str(VENV)
     env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     env.pop("PYTHONHOME", None)
+    # Without OMPI_MCA_odls_base_sigkill_timeout, which is the time to save after mpirun was sent SIGTERM: Open MPI
+    # lets it pass twice, before SIGTERM and before SIGKILL, whenever a job fails or is stopped, even when all ranks
+    # have long ended by themselves. With 10, the end of a job took 20 s (with 1, the default: 2 s).
     return env
 
 
-def main(command: list[str]) -> None:
+def main(arguments: list[str]) -> None:
+    try:
+        options, command = take_options(arguments)
+    except OptionError as error:
+        fail(*error.args)
     if not command:
         fail(
             "a command is missing.",
@@ -228,7 +237,9 @@ def main(command: list[str]) -> None:
     if program is None:
         say(f"command not found: {command[0]}")
         raise SystemExit(127)
-    os.execve(program, command, env)
+    if options is None:
+        os.execve(program, command, env)
+    raise SystemExit(supervise(program, command, env, options, say))
 
 
 if __name__ == "__main__":

@@ -183,6 +183,25 @@ def test_bad_commands(checkout, command, code, message):
     assert message in done.stderr
 
 
+def test_restarts(checkout):
+    """The rest is in test_restarts.py."""
+    code = "import os, sys; print(os.environ['HVDTRAIN_RESTART'], sys.argv[1:]); sys.exit(7)"
+    command = ("--restarts", "1", "--restart-pause=0", "python", "-c", code, "--restarts", "a b")
+    done = run(checkout, *command)
+    assert done.returncode == 7
+    assert done.stdout == "0 ['--restarts', 'a b']\n1 ['--restarts', 'a b']\n"
+    assert "launch/run: the job died with exit code 7; start 2 of at most 2 in 0 s." in done.stderr
+    assert calls(checkout) == ["venv", "pip"]
+
+
+def test_bad_restarts_are_told_before_anything_is_installed(checkout):
+    done = run(checkout, "--restarts", "true")
+    assert done.returncode == 1
+    assert "--restarts must be a whole number, at least 0. Received: true." in done.stderr
+    assert "For example: launch/run --restarts 3" in done.stderr
+    assert calls(checkout) == []
+
+
 def test_signals_reach_the_command(checkout):
     assert run(checkout, "true").returncode == 0
     code = (
