@@ -33,3 +33,9 @@ class DisagreementError(HvdtrainError):
     """Ranks were started with different flags, versions, data or models. Exit code 78."""
 
     exit_code = 78
+
+
+class StoppedEarly(HvdtrainError):  # noqa: N818
+    """The job was asked to stop; resume to go on. Exit code 75."""
+
+    exit_code = 75

@@ -2,15 +2,23 @@
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from hvdtrain import process
-from hvdtrain.collectives import Collectives
-from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError, NonFiniteError
+from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError, NonFiniteError, StoppedEarly
+
+if TYPE_CHECKING:
+    # TensorFlow comes with it, which this package does without.
+    from hvdtrain.collectives import Collectives
+    from hvdtrain.failure.watch import JobWatch
 
 Result = TypeVar("Result")
+
+# How long the cause of an echo may take to be told by the rank that knows it.
+_CAUSE_S = 3.0
 
 
 class JobError(HvdtrainError):
@@ -22,7 +30,7 @@ class JobError(HvdtrainError):
         self.rank = rank
 
 
-def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Result:
+def on_every_rank(action: Callable[[], Result], collectives: "Collectives") -> Result:
     """Runs a local action on all ranks; where it fails on one, it fails on all, with the same error.
 
     Rank 1 cannot read its data and goes; without this, rank 0 would wait in its next collective for ever.
@@ -48,7 +56,7 @@ def on_every_rank(action: Callable[[], Result], collectives: Collectives) -> Res
     return result  # type: ignore[return-value]
 
 
-def on_first_rank(action: Callable[[], Result], collectives: Collectives) -> Result:
+def on_first_rank(action: Callable[[], Result], collectives: "Collectives") -> Result:
     """Runs an action on rank 0 alone and gives every rank its result, which must be picklable.
 
     Raises:
@@ -70,41 +78,76 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
 
 
-def end_job(error: Exception, collectives: Collectives | None, step: int | None = None) -> NoReturn:
+def end_job(
+    error: Exception,
+    collectives: "Collectives | None",
+    step: int | None = None,
+    watch: "JobWatch | None" = None,
+) -> NoReturn:
     """Tells the cause once and ends this process with the error's exit code.
 
     An error that every rank raises is told by one of them, and all end together. One that this rank
-    alone has met ends the process at once, without waiting for the others: the launcher ends them.
+    alone has met ends the process at once, without waiting for the others: the watch ends them, or,
+    where there is none, the launcher.
+
+    Args:
+        step: how many steps were made.
+        watch: not closed yet.
     """
     code = exit_code_of(error)
     if collectives is None or collectives.size == 1:
-        _write(f"hvdtrain: {describe(error)}")
+        write(f"hvdtrain: {describe(error)}")
+        if watch is not None:
+            watch.do_last_work()
+            watch.close()
         raise SystemExit(code)
-    if isinstance(error, JobError | DisagreementError | DivergenceError | NonFiniteError):
+    if isinstance(error, JobError | DisagreementError | DivergenceError | NonFiniteError | StoppedEarly):
         speaker = error.rank if isinstance(error, JobError) else 0
         if collectives.rank == speaker:
             tell(speaker, str(error))
+        if watch is not None:
+            watch.do_last_work()
         collectives.barrier()  # a launcher kills all ranks when the first one ends: not before it was told
+        if watch is not None:
+            watch.close()
         raise SystemExit(code)
+    if watch is not None:
+        watch.wait_for_cause(_CAUSE_S if _is_echo(error) else 0.0)
     where = "" if step is None else f" at step {step}"
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     # The message of an error of ours says all; of any other the traceback is needed.
     trace = "" if isinstance(error, HvdtrainError) else "\n" + "".join(traceback.format_exception(error)).rstrip()
-    _write(f"hvdtrain: {_place(collectives.rank)} failed{where}: {cause}{trace}")
+    write(f"hvdtrain: {place(collectives.rank)} failed{where}: {cause}{trace}")
+    if watch is not None:
+        watch.fail(code)
     os._exit(code)
+
+
+def _is_echo(error: Exception) -> bool:
+    """True for what Horovod raises on the other ranks when one has ended, though not only then."""
+    return not isinstance(error, HvdtrainError) and "Horovod" in f"{type(error).__name__}: {error}"
 
 
 def tell(rank: int, text: str) -> None:
     """Writes what a rank has to say to a person, on stderr: a rank other than 0 has no reporter."""
-    _write(f"hvdtrain: {_place(rank)}: {text}")
+    write(f"hvdtrain: {place(rank)}: {text}")
 
 
-def _place(rank: int) -> str:
-    return f"rank {rank} (host {process.host_name()})"
+def place(rank: int, host: str | None = None) -> str:
+    """A rank, for a person; of this host where no other is given."""
+    return f"rank {rank} (host {host or process.host_name()})"
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
+    """Writes a line or more to stderr."""
     # One write: launchers tag and mix the output of ranks line by line.
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def run_for(seconds: float, action: Callable[[], None]) -> None:
+    """Runs an action that may hang, such as writing to a pipe that nobody reads, and waits for it so long."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,23 @@
+"""How a job ends before its time: by an error, by a signal, or because a rank is lost."""
+
+from hvdtrain.failure.ending import (
+    JobError,
+    describe,
+    end_job,
+    exit_code_of,
+    on_every_rank,
+    on_first_rank,
+    tell,
+)
+from hvdtrain.failure.watch import JobWatch
+
+__all__ = [
+    "JobError",
+    "JobWatch",
+    "describe",
+    "end_job",
+    "exit_code_of",
+    "on_every_rank",
+    "on_first_rank",
+    "tell",
+]
