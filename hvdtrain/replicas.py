@@ -1,7 +1,7 @@
 """Equal replicas: broadcast at the start, comparisons before and during training."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -32,23 +32,34 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     collectives.broadcast([variable.value for variable in [*model.variables, *model.optimizer.variables]])
-    _separate_random_streams(model, collectives.rank)
+    for variable in random_streams(model):
+        variable.assign(own_random_stream(variable.numpy(), collectives.rank))
 
 
-def _separate_random_streams(model: keras.Model, rank: int) -> None:
-    weights = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
-    for variable in model.variables:
-        if id(variable) not in weights:  # Keras: variables are weights, metrics and the states of seed generators
-            state = variable.numpy()
-            state[0] = (int(state[0]) + rank * _SEED_STRIDE) % (int(np.iinfo(state.dtype).max) + 1)
-            variable.assign(state)
+def random_streams(model: keras.Model) -> list[keras.Variable]:
+    """The states of the model's seed generators, as of dropout."""
+    # Keras: a model's variables are weights, metrics and the states of seed generators.
+    others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
+    return [variable for variable in model.variables if id(variable) not in others]
+
+
+def own_random_stream(state: np.ndarray, rank: int) -> np.ndarray:
+    """A rank's state of a seed generator, from rank 0's."""
+    state = state.copy()
+    state[0] = (int(state[0]) + rank * _SEED_STRIDE) % (int(np.iinfo(state.dtype).max) + 1)
+    return state
 
 
 def weights_sha256(model: keras.Model) -> str:
     """A digest of the model's weights in order: equal digests mean bit-identical weights."""
+    return sha256_of(variable.numpy() for variable in model.weights)
+
+
+def sha256_of(arrays: Iterable[np.ndarray]) -> str:
+    """A digest of the arrays' bytes, in order."""
     digest = hashlib.sha256()
-    for variable in model.weights:
-        digest.update(np.ascontiguousarray(variable.numpy()).tobytes())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
 
 
@@ -102,11 +113,17 @@ def share_statistics(model: keras.Model, collectives: Collectives) -> None:
     if collectives.size == 1:
         return
     weights = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
-    digests = collectives.allgather([_digest(variable) for variable in weights])
-    differing = [v for i, v in enumerate(weights) if len({each[i] for each in digests}) > 1]
-    totals = collectives.sum([variable.numpy() for variable in differing])
-    for variable, total in zip(differing, totals, strict=True):
+    split = differing(weights, collectives)
+    moving = [variable for variable in weights if id(variable) in split]
+    totals = collectives.sum([variable.numpy() for variable in moving])
+    for variable, total in zip(moving, totals, strict=True):
         variable.assign(total / collectives.size)
+
+
+def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> set[int]:
+    """The ids of the variables that are not equal on all ranks; every rank has to call it."""
+    digests = collectives.allgather([_digest(variable) for variable in variables])
+    return {id(v) for i, v in enumerate(variables) if len({each[i] for each in digests}) > 1}
 
 
 def _digest(variable: keras.Variable) -> bytes:

@@ -1,0 +1,5 @@
+"""Checkpoints: whole or absent, verified, written by rank 0 in the background, resumed to the bit."""
+
+from hvdtrain.checkpoint.checkpointer import RESUME, Checkpointer, Restored
+
+__all__ = ["RESUME", "Checkpointer", "Restored"]

@@ -1,0 +1,29 @@
+"""The random state of a process that belongs to no model: Python's, NumPy's, and Keras' global generator."""
+
+import random
+from typing import Any
+
+import numpy as np
+from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+
+
+def capture() -> dict[str, Any]:
+    """Plain values; see :mod:`hvdtrain.checkpoint.tree`."""
+    version, internal, gauss_next = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    keras_generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return {
+        "python": {"version": version, "internal": np.array(internal, np.uint32), "gauss_next": gauss_next},
+        "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
+        "keras": None if keras_generator is None else keras_generator.state.numpy(),
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Puts back what :func:`capture` gave."""
+    python, numpy = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(int(each) for each in python["internal"]), python["gauss_next"]))
+    np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    if state["keras"] is not None:
+        global_seed_generator().state.assign(state["keras"])
