@@ -8,6 +8,8 @@ from hvdtrain import errors
 if TYPE_CHECKING:
     from hvdtrain import data
     from hvdtrain.batchnorm import synchronize_batch_normalization
+    from hvdtrain.checkpoint import Checkpointer
+    from hvdtrain.failure import JobWatch
     from hvdtrain.optimizer import DistributedOptimizer
     from hvdtrain.replicas import broadcast
     from hvdtrain.runtime import Topology, init
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpointer",
     "DistributedOptimizer",
+    "JobWatch",
     "Task",
     "Topology",
     "Trainer",
@@ -29,6 +33,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Checkpointer": "checkpoint",
+    "JobWatch": "failure",
     "DistributedOptimizer": "optimizer",
     "Task": "tasks",
     "Topology": "runtime",

@@ -1,10 +1,13 @@
 """Keras' callbacks on many ranks: those that write run on rank 0, those that decide run everywhere and see the same."""
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.tree import is_plain
 from hvdtrain.collectives import Collectives
 from hvdtrain.errors import UsageError
 
@@ -15,6 +18,8 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+# What these hold is their place in a file, not what a run has come to.
+_WITHOUT_STATE = (keras.callbacks.CSVLogger, keras.callbacks.ProgbarLogger, keras.callbacks.TensorBoard)
 _TRAIN_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
@@ -74,9 +79,28 @@ class RankCallbacks:
         checkpoints = [each for each in self._callbacks if isinstance(each, keras.callbacks.ModelCheckpoint)]
         return [each.save_freq for each in checkpoints if each.save_freq != "epoch"]
 
-    def train_begins(self) -> None:
+    def train_begins(self, state: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Before the first step; ``state`` is that of the run that is gone on from, see :meth:`state`."""
         self._model.stop_training = False
+        if state is not None:
+            for callback in self._callbacks:
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    callback.append = True
         self._list.on_train_begin()
+        self._at_beginning = [_plain_attributes(callback) for callback in self._callbacks]
+        for callback, saved in zip(self._callbacks, state or [], strict=False):
+            if saved["class"] == type(callback).__name__:
+                vars(callback).update(saved["attributes"])
+
+    def state(self) -> list[dict[str, Any]]:
+        """What callbacks have come to: of each, its plain attributes that have changed since training began.
+
+        What a user gave them, as ``patience``, has not changed and is not taken over by a resumed run.
+        """
+        return [
+            {"class": type(callback).__name__, "attributes": _changed(_plain_attributes(callback), before)}
+            for callback, before in zip(self._callbacks, self._at_beginning, strict=True)
+        ]
 
     def epoch_begins(self, epoch: int) -> None:
         self._list.on_epoch_begin(epoch)
@@ -116,6 +140,26 @@ class RankCallbacks:
         (stopping,) = self._collectives.sum([np.array(float(self._model.stop_training), np.float32)])
         self._model.stop_training = bool(stopping)
         return bool(stopping)
+
+
+def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    if isinstance(callback, _WITHOUT_STATE):
+        return {}
+    # Copied: a list that grows later would look unchanged.
+    return {name: copy.deepcopy(value) for name, value in vars(callback).items() if is_plain(value)}
+
+
+def _changed(attributes: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in before or not _same(value, before[name])}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return one is other
+    try:
+        return bool(one == other)
+    except ValueError:  # lists of arrays
+        return False
 
 
 def _only_writes(callback: keras.callbacks.Callback) -> bool:

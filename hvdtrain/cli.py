@@ -36,7 +36,7 @@ def _train_parser() -> argparse.ArgumentParser:
         description="Trains a Keras 3 model on every rank that the launcher started, equal to one process; "
         "doctor tells whether a job could run here.",
         epilog="Exit codes: 0 done, 1 a failure in training, 64 usage, 65 data or a folder unusable, "
-        "70 replicas diverged, 78 ranks disagree.",
+        "70 replicas diverged, 75 stopped early: start it again to go on, 78 ranks disagree.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="the same options as keys of a TOML file; flags win")

@@ -95,6 +95,23 @@ class TrainConfig:
     accumulate: int = _option(RANKS, 1, "micro-batches per step, with one allreduce for all of them", metavar="K")
     check_every: int = _option(RANKS, 500, "steps between comparisons of all variables over ranks; 0: only at the end")
     eval_every: int = _option(RUNNING, 0, "steps between evaluations; 0: at the end of each epoch")
+    checkpoint_every: int = _option(
+        RUNNING, 500, "steps between checkpoints; 0: only at the end, or when asked to stop"
+    )
+    keep: int = _option(RUNNING, 3, "checkpoints to keep", metavar="K")
+    resume: str = _option(
+        RUNNING,
+        "auto",
+        "auto: go on from the run folder's last checkpoint, if there is one; must: refuse where there is none; never: "
+        "refuse where there is a run; or the path of a checkpoint or run",
+        metavar="{auto,never,must,PATH}",
+    )
+    stall_timeout: float = _option(
+        RUNNING,
+        600.0,
+        "end the job where a rank is silent, or no rank gets on, for so long; 0: never",
+        metavar="SECONDS",
+    )
     log_every: int = _option(RUNNING, 10, "steps between log lines")
     histograms_every: int = _option(
         RUNNING, 0, "steps between histograms of weights and gradients in TensorBoard; 0: none"
@@ -120,9 +137,22 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "epochs", "batch_size", "accumulate", "groups", "log_every", "threads", "steps_per_call"):
+        for name in (
+            "steps",
+            "epochs",
+            "batch_size",
+            "accumulate",
+            "groups",
+            "log_every",
+            "threads",
+            "steps_per_call",
+            "keep",
+        ):
             _require(self, name, lambda value: value >= 1, "at least 1")
-        for name in ("warmup_steps", "eval_every", "check_every", "histograms_every", "bad_samples", "seed"):
+        for name in (
+            *("warmup_steps", "eval_every", "check_every", "histograms_every", "bad_samples", "seed"),
+            *("checkpoint_every", "stall_timeout"),
+        ):
             _require(self, name, lambda value: value >= 0, "at least 0")
         for name in ("learning_rate", "clip_norm", "clip_value", "lr_decay_rate"):
             _require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")

@@ -3,12 +3,14 @@
 from contextlib import nullcontext
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain import replicas
 from hvdtrain.callbacks import RankCallbacks
 from hvdtrain.collectives import Collectives
 from hvdtrain.data.feed import EvaluationFeed
+from hvdtrain.failure import JobWatch
 from hvdtrain.metrics import reduced_results, require_sums
 from hvdtrain.steps import CompiledSteps
 from hvdtrain.weight_average import averaged_weights
@@ -19,6 +21,7 @@ class Evaluator:
 
     Args:
         uses_average: evaluate with the moving average of the weights in the model's place.
+        watch: told that it goes on; an evaluation is cut short where the job is to stop.
     """
 
     def __init__(
@@ -29,38 +32,49 @@ class Evaluator:
         collectives: Collectives,
         *,
         uses_average: bool,
+        watch: JobWatch,
     ):
         self._model = model
         self._steps = steps
         self._feed = feed
         self._collectives = collectives
         self._uses_average = uses_average
+        self._watch = watch
 
-    def run(self, callbacks: RankCallbacks) -> dict[str, float]:
-        """Each sample is counted once; the results are the same on every rank, which all have to call it."""
+    def run(self, callbacks: RankCallbacks, step: int) -> dict[str, float] | None:
+        """Each sample is counted once; the results are the same on every rank, which all have to call it.
+
+        Returns:
+            None where a rank cut its share short.
+        """
         training_state = [variable.numpy() for variable in self._model.metrics_variables]
         replicas.share_statistics(self._model, self._collectives)
         with averaged_weights(self._model.optimizer) if self._uses_average else nullcontext():
             callbacks.test_begins()
             self._model.reset_metrics()
             require_sums(self._model)
-            self._evaluate_share(callbacks)
+            is_whole = self._evaluate_share(callbacks, step)
+            # Also by a rank that has cut its share short: the others wait for it here.
             results = reduced_results(self._model, self._collectives)
-            callbacks.test_ends(results)
+            (whole,) = self._collectives.sum([np.array(float(is_whole), np.float32)])
+            if whole == self._collectives.size:
+                callbacks.test_ends(results)
         for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
             variable.assign(value)
-        return results
+        return results if whole == self._collectives.size else None
 
-    def _evaluate_share(self, callbacks: RankCallbacks) -> None:
+    def _evaluate_share(self, callbacks: RankCallbacks, step: int) -> bool:
+        """Gives back whether all of it was evaluated."""
         self._feed.restart()
         batch = 0
-        while True:
+        while not self._watch.stop_is_coming:
+            self._watch.beat("evaluation", step)
             try:
                 if callbacks.hear_test_batches:
                     callbacks.test_batch_begins(batch)
                 self._steps.evaluate(self._feed.iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
-                return
+                return True
             except tf.errors.OpError as error:
                 self._feed.resume_after(error)
                 continue
@@ -68,3 +82,4 @@ class Evaluator:
             if callbacks.hear_test_batches:
                 callbacks.test_batch_ends(batch)
             batch += 1
+        return False

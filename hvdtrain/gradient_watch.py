@@ -179,6 +179,10 @@ class GradientWatch:
         """Steps that were skipped so far, the same on every rank."""
         return int(self._skipped.numpy())
 
+    def restore(self, skipped_steps: int) -> None:
+        """Goes on counting from there."""
+        self._skipped.assign(skipped_steps)
+
     def compression_error(self) -> float | None:
         """What fp16 last lost of this rank's gradient, as a share of its norm; None without compression."""
         return float(self._compression_error.numpy()) if self._compresses else None

@@ -1,26 +1,31 @@
 """One training job from its configuration: task, model, trainer, run directory, in this order."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from hvdtrain import process, replicas, runtime
+from hvdtrain.checkpoint import RESUME, Checkpointer
 from hvdtrain.config import TrainConfig, flag_of
-from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.failure import end_job, on_every_rank
+from hvdtrain.errors import DataError, HvdtrainError, UsageError
+from hvdtrain.failure import JobWatch, end_job, exit_code_of, on_every_rank, on_first_rank
 from hvdtrain.optimizer import DistributedOptimizer
 from hvdtrain.report import Reporter, RunShape
 from hvdtrain.run_directory import RunDirectory, open_run_directory
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
+from hvdtrain.supervised import note_exit_code, note_listener
 from hvdtrain.tasks import Data, Task, load_task
 from hvdtrain.timing.profiler import Profiler
 from hvdtrain.trainer import Trainer
 
 # May differ between ranks: folders and cores are a host's own.
 _OWN_TO_A_RANK = ("data_dir", "run_dir", "threads", "timeline")
+# Decide what a run comes to. The others may be changed where one goes on.
+_DECIDING = ("what to train", "learning", "between ranks")
 
 
 def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
@@ -35,6 +40,7 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
     """
     collectives = None
     trainer: Trainer | None = None
+    watch: JobWatch | None = None
     reporter = Reporter()
     try:
         runtime.init(
@@ -46,22 +52,64 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
         asked = on_every_rank(lambda: _accepted(config, refused), collectives)
         shared = {flag_of(name): value for name, value in asked.as_dict().items() if name not in _OWN_TO_A_RANK}
         replicas.require_agreement("configuration and versions", {**shared, **process.versions()}, collectives)
+        watch = JobWatch(collectives, stall_timeout_s=asked.stall_timeout)
+        watch.start()
+        if collectives.rank == 0:
+            note_listener()
         runtime.init(seed=asked.seed)
         task, data = on_every_rank(lambda: _read(asked), collectives)
         config = with_task_defaults(asked, task)
-        run_directory = open_run_directory(collectives.rank, Path(config.run_dir or f"runs/{config.task}"))
+        path = Path(config.run_dir or f"runs/{config.task}")
+        run_directory = open_run_directory(collectives.rank, path)
         reporter = run_directory.reporter
-        trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory), collectives)
-        on_every_rank(lambda: run_directory.start(config.as_dict()), collectives)
-        reporter.started(_facts(config, trainer), RunShape(trainer.total_steps, trainer.plan.steps_per_epoch))
-        summary = {"task": config.task, **trainer.fit()}
-        on_every_rank(lambda: _finish(config, task, trainer.model, run_directory, summary), collectives)
-        reporter.finished(summary)
+        on_every_rank(lambda: run_directory.claim(config.resume), collectives)
+        trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory, path, watch), collectives)
+        if on_first_rank(lambda: _is_complete(config, run_directory, path, trainer.total_steps), collectives):
+            reporter.complete(trainer.total_steps, path)
+        else:
+            _train(config, task, trainer, run_directory)
         reporter.close()
+        watch.close()
     except Exception as error:
         reporter.close()
-        end_job(error, collectives, None if trainer is None else trainer.step)
+        note_exit_code(exit_code_of(error))
+        end_job(error, collectives, None if trainer is None else trainer.step, watch)
     return 0
+
+
+def _train(config: TrainConfig, task: Task, trainer: Trainer, run_directory: RunDirectory) -> None:
+    collectives, reporter = runtime.current().collectives, run_directory.reporter
+    restored = trainer.prepare()
+    on_every_rank(lambda: run_directory.write_config(config.as_dict()), collectives)
+    reporter.started(_facts(config, trainer), RunShape(trainer.total_steps, trainer.plan.steps_per_epoch))
+    if restored is not None and (changed := _changed(config, restored.manifest["config"])):
+        reporter.warned(restored.step, f"goes on with other options than before: {'; '.join(changed)}")
+    summary = {"task": config.task, **trainer.fit()}
+    on_every_rank(lambda: _finish(config, task, trainer.model, run_directory, summary), collectives)
+    reporter.finished(summary)
+
+
+def _is_complete(config: TrainConfig, run_directory: RunDirectory, path: Path, total_steps: int) -> bool:
+    """Whether there is nothing left to do; raises DataError where what was done is not what is asked for."""
+    finished = run_directory.finished_run()
+    if finished is None or config.resume not in RESUME or finished[1]["steps"] < total_steps:
+        return False
+    if differences := _changed(config, finished[0]):
+        raise DataError(
+            f"--run-dir must be that of the same run. Received: {path}, which holds a complete run of other options: "
+            f"{'; '.join(differences)}. It was left untouched; give another folder."
+        )
+    return True
+
+
+def _changed(config: TrainConfig, before: Mapping[str, Any]) -> list[str]:
+    now = config.as_dict()
+    names = [field.name for field in dataclasses.fields(config) if field.metadata["group"] in _DECIDING]
+    return [
+        f"{flag_of(name)} {before.get(name)} before, {now[name]} now"
+        for name in names
+        if name not in (*_OWN_TO_A_RANK, "steps", "epochs") and before.get(name) != now[name]
+    ]
 
 
 def _accepted(config: TrainConfig | None, refused: HvdtrainError | None) -> TrainConfig:
@@ -80,6 +128,9 @@ def with_task_defaults(config: TrainConfig, task: Task) -> TrainConfig:
     }
     if config.steps is None and config.epochs is None:
         defaults["epochs"] = task.epochs
+    if process.restart_number():
+        # A job that died goes on from its own last checkpoint, whatever it began with.
+        defaults["resume"] = "auto"
     return dataclasses.replace(config, **defaults)
 
 
@@ -153,7 +204,9 @@ def _read(config: TrainConfig) -> tuple[Task, Data]:
     return task, task.read_data(Path(config.data_dir) if config.data_dir else None)
 
 
-def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: RunDirectory) -> Trainer:
+def _make_trainer(
+    config: TrainConfig, task: Task, data: Data, run_directory: RunDirectory, path: Path, watch: JobWatch
+) -> Trainer:
     assert config.batch_size is not None
     collectives = runtime.current().collectives
     plan = SamplePlan(
@@ -172,6 +225,10 @@ def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: Ru
         loss=task.loss(),
         metrics=task.metrics(),
     )
+    checkpointer = Checkpointer(
+        path / "checkpoints", model, keep=config.keep, facts={"task": config.task, "config": config.as_dict()}
+    )
+    watch.before_end(checkpointer.wait)
     return Trainer(
         model,
         data.training,
@@ -190,7 +247,11 @@ def _make_trainer(config: TrainConfig, task: Task, data: Data, run_directory: Ru
         sync_batchnorm=config.sync_batchnorm,
         reporter=run_directory.reporter,
         profiler=Profiler(*config.profile_range, folder=run_directory.profile_folder),
-        checkpoint=lambda step: on_every_rank(lambda: run_directory.write_checkpoint(model, step), collectives),
+        checkpointer=checkpointer,
+        checkpoint_every=config.checkpoint_every,
+        resume=config.resume,
+        watch=watch,
+        identity={"task": config.task},
     )
 
 

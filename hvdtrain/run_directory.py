@@ -1,19 +1,22 @@
 """The folder of a run. Rank 0 owns it; the other ranks hold one that writes nothing."""
 
+import fcntl
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import keras
 
 from hvdtrain import process
-from hvdtrain.checkpoint import write_checkpoint, write_text
+from hvdtrain.checkpoint.folders import checkpoints_in, require_ours
 from hvdtrain.errors import DataError
-from hvdtrain.replicas import weights_sha256
+from hvdtrain.files import write_text
 from hvdtrain.report import JsonLinesReporter, Reporter, SeveralReporters, TensorBoardReporter, console_reporter
 
-CONFIG_FILE = "config.json"
+_CONFIG, _SUMMARY, _MODEL, _LOCK = "config.json", "summary.json", "model.keras", ".lock"
+_LOCK_WAIT_S = 10.0
 
 
 class RunDirectory(Protocol):
@@ -26,11 +29,14 @@ class RunDirectory(Protocol):
     def profile_folder(self) -> Path | None:
         """Where TensorFlow's profiler writes; None: not on this rank."""
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Makes the folder ready and keeps the configuration in it."""
+    def claim(self, resume: str) -> None:
+        """Makes the folder this job's."""
 
-    def write_checkpoint(self, model: keras.Model, step: int) -> None:
-        """Writes the model's weights and its optimizer's state."""
+    def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+        """Configuration and summary of the run that has ended here; None: there is none."""
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Keeps the configuration."""
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         """Writes the model and the summary."""
@@ -42,10 +48,13 @@ class NoRunDirectory:
     reporter = Reporter()
     profile_folder = None
 
-    def start(self, config: Mapping[str, Any]) -> None:
+    def claim(self, resume: str) -> None:
         pass
 
-    def write_checkpoint(self, model: keras.Model, step: int) -> None:
+    def finished_run(self) -> None:
+        return None
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
         pass
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
@@ -57,6 +66,7 @@ class OwnedRunDirectory:
 
     def __init__(self, path: Path):
         self._path = path
+        self._lock: TextIO | None = None
         self.profile_folder: Path | None = path / "tensorboard"
         console = console_reporter(process.stdout_is_terminal())
         self.reporter: Reporter = SeveralReporters(
@@ -67,46 +77,85 @@ class OwnedRunDirectory:
             ]
         )
 
-    def start(self, config: Mapping[str, Any]) -> None:
-        """An earlier run in this place is moved aside, never overwritten.
+    def claim(self, resume: str) -> None:
+        """Nothing that is there is touched.
+
+        Args:
+            resume: as of :class:`~hvdtrain.config.TrainConfig`.
 
         Raises:
-            DataError: the path is a file, cannot be written, or holds files that no run wrote.
+            DataError: the path is a file, cannot be written, holds files that no run wrote, is another job's,
+                holds a run with ``never`` or none with ``must``.
         """
+        path = self._path
         try:
-            moved = _move_earlier_run(self._path)
-            self._path.mkdir(parents=True, exist_ok=True)
-            write_text(self._path / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+            holds_run = (path / _CONFIG).is_file() or bool(checkpoints_in(path / "checkpoints"))
+            if path.is_dir() and not holds_run and {each.name for each in path.iterdir()} - {_LOCK}:
+                raise DataError(
+                    f"--run-dir must be a new folder, an empty one, or that of an earlier run. Received: {path}, which "
+                    "holds something else. It was left untouched; give another folder."
+                )
+            require_ours(path / "checkpoints")
+            if resume == "never" and holds_run:
+                raise DataError(
+                    f"--resume never needs a new folder. Received: {path}, which holds a run. It was left untouched; "
+                    "give another --run-dir, or --resume auto to go on."
+                )
+            if resume == "must" and not checkpoints_in(path / "checkpoints"):
+                raise DataError(f"--resume must needs a run with a checkpoint. Received: {path}, which holds none.")
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path / _LOCK)
         except OSError as error:
             raise DataError(
-                f"--run-dir must be a folder that can be written. Received: {self._path} ({error}). Give another one."
+                f"--run-dir must be a folder that can be written. Received: {path} ({error}). Give another one."
             ) from error
-        if moved is not None:
-            self.reporter.warned(0, f"{self._path} held an earlier run, which was moved to {moved}")
 
-    def write_checkpoint(self, model: keras.Model, step: int) -> None:
-        facts = {"step": step, "weights_sha256": weights_sha256(model)}
-        write_checkpoint(self._path / "checkpoints", model, facts)
+    def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+        if not (self._path / _SUMMARY).is_file():
+            return None
+        config, summary = (json.loads((self._path / name).read_text()) for name in (_CONFIG, _SUMMARY))
+        return config, summary
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        # An earlier, shorter run's: from here on it would tell of weights that are not the folder's.
+        (self._path / _SUMMARY).unlink(missing_ok=True)
+        write_text(self._path / _CONFIG, json.dumps(config, indent=2) + "\n")
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
-        aside = self._path / ".writing.keras"
-        model.save(aside)
-        aside.rename(self._path / "model.keras")
-        write_text(self._path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        """Raises DataError where the file system refuses."""
+        try:
+            aside = self._path / ".writing.keras"
+            model.save(aside)
+            aside.rename(self._path / _MODEL)
+            write_text(self._path / _SUMMARY, json.dumps(summary, indent=2) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"the trained model must be writable to {self._path}. Received: {error}. The last checkpoint is "
+                "untouched; make room, and start the job again to write the model from it."
+            ) from error
 
 
-def _move_earlier_run(path: Path) -> Path | None:
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return None
-    if not (path / CONFIG_FILE).is_file():
-        raise DataError(
-            f"--run-dir must be a new folder, an empty one, or that of an earlier run. Received: {path}, which holds "
-            "something else. It was left untouched; give another folder."
-        )
-    number = 1
-    while (target := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return path.rename(target)
+def _locked(path: Path) -> TextIO:
+    """Holds a lock as long as this process lives, so that no two jobs write into one folder.
+
+    A job that was ended may take a moment to be gone.
+    """
+    file = path.open("a")
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise DataError(
+                    f"--run-dir must be one job's alone. Received: {path.parent}, to which another job writes. Wait "
+                    "for its end, or give another folder."
+                ) from None
+            time.sleep(0.1)
+        except OSError:
+            return file  # a file system without locks
+        else:
+            return file
 
 
 def open_run_directory(rank: int, path: Path) -> RunDirectory:

@@ -146,9 +146,13 @@ class CompiledSteps:
 
         tf.while_loop(lambda done: done < batches, body, [tf.constant(0)], parallel_iterations=1)
 
-    def build(self, element_spec: Any) -> None:
-        """Makes the metrics' variables, where they have to be there before the first step is traced."""
-        if self._has_fillers:
+    def build(self, element_spec: Any, *, metrics: bool = False) -> None:
+        """Makes the metrics' variables, where they have to be there before the first step is traced.
+
+        Args:
+            metrics: in any case.
+        """
+        if metrics or self._has_fillers:
             data, _ = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), element_spec)
             self._model._symbolic_build(data_batch=data)
 

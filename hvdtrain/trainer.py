@@ -1,6 +1,6 @@
 """The training loop: the order of things; how they are done stands elsewhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,12 +10,13 @@ import tensorflow as tf
 from hvdtrain import process, replicas, runtime
 from hvdtrain.batchnorm import synchronize_batch_normalization
 from hvdtrain.callbacks import RankCallbacks
+from hvdtrain.checkpoint import Checkpointer, Restored
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feed import EvaluationFeed, TrainingFeed
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import StoppedEarly, UsageError
 from hvdtrain.evaluation import Evaluator
-from hvdtrain.failure import on_every_rank
+from hvdtrain.failure import JobWatch, on_every_rank
 from hvdtrain.gradient_watch import GradientWatch, described, is_not_finite
 from hvdtrain.loss_scale import overflowed_steps, require_usable_loss_scale
 from hvdtrain.losses import sums_over_batch
@@ -57,8 +58,12 @@ class Trainer:
             ``synchronized=True``.
         reporter: told what happens (default: nobody).
         profiler: of a range of steps (default: none).
-        checkpoint: called on every rank after the last step, with the number of steps made, before
-            averaged weights replace the model's own.
+        checkpointer: of this model; saves after the last step, before averaged weights replace the model's
+            own, and where the job is asked to stop (default: nothing is saved).
+        checkpoint_every: in steps; 0: only then.
+        resume: what to go on from, see :meth:`~hvdtrain.checkpoint.Checkpointer.restore`.
+        identity: what a run must have in common with the one it goes on from, beside data, order and model.
+        watch: tells where the job is to stop, and is told that it goes on (default: nobody).
 
     Raises:
         UsageError: an argument breaks its rule.
@@ -87,7 +92,11 @@ class Trainer:
         sync_batchnorm: bool = False,
         reporter: Reporter | None = None,
         profiler: Profiler | None = None,
-        checkpoint: Callable[[int], None] | None = None,
+        checkpointer: Checkpointer | None = None,
+        checkpoint_every: int = 0,
+        resume: str = "auto",
+        watch: JobWatch | None = None,
+        identity: Mapping[str, Any] | None = None,
     ):
         if not model.built or getattr(model, "optimizer", None) is None:
             raise UsageError(
@@ -151,10 +160,15 @@ class Trainer:
         )
         self._shows_average = keeps_average(model.optimizer) and not self._callbacks.swap_averaged_weights
         self._quota = BadSampleQuota(bad_samples, self._collectives)
+        self._feed = TrainingFeed(training, self._plan, self._quota)
         self._shares = TimeShares(times, self._collectives, process.host_name())
         self._reporter = reporter or Reporter()
         self._profiler = profiler or Profiler()
-        self._checkpoint = checkpoint
+        self._checkpointer = checkpointer
+        self._checkpoint_every = checkpoint_every if checkpointer is not None else 0
+        self._resume = resume
+        self._asked_identity = dict(identity or {})
+        self._job = watch or JobWatch(self._collectives)
         self._evaluator: Evaluator | None = None
         if evaluation is not None:
             place = (self._collectives.rank, self._collectives.size)
@@ -164,12 +178,19 @@ class Trainer:
                 EvaluationFeed(evaluation, batch_size, *place, self._quota),
                 self._collectives,
                 uses_average=self._shows_average,
+                watch=self._job,
             )
         self._skipped_steps_told = 0
         self._values: dict[str, float] = {}
         self._values_step = 0
         self._evaluated: dict[str, float] = {}
         self._validated: dict[str, float] = {}
+        self._stops = False
+        # What follows a call (log, comparison, evaluation, end of epoch) was cut short and is still to be done.
+        self._is_between_calls = True
+        self._resumed_from: int | None = None
+        self._restored: Restored | None = None
+        self._is_prepared = self._has_begun = False
         self.step = 0
         """Steps made."""
 
@@ -194,35 +215,85 @@ class Trainer:
             DisagreementError: ranks differ in arguments, data or model.
             DivergenceError: replicas that must be equal are not.
             NonFiniteError: a loss or a gradient is not finite, with ``on_nan='stop'``.
+            StoppedEarly: the job was asked to stop; all ranks did at the same step, and it is saved.
             UsageError: it was called before.
         """
-        if self.step:
+        if self._has_begun:
             raise UsageError(
                 f"fit() may be called once. This trainer has made its {self.step} steps; make another one."
             )
-        self._start()
-        feed, clock = TrainingFeed(self._training, self._plan, self._quota), Clock()
-        self._steps.build(feed.iterator.element_spec)
-        self._callbacks.train_begins()
-        stops = False
-        while self.step < self._total_steps and not stops:
-            if self.step % self._plan.steps_per_epoch == 0:
-                self._begin_epoch()
-            self._profiler.before(self.step)
-            self._train(feed, clock)
-            self._profiler.after(self.step)
-            if self._callbacks.hear_train_batches:
-                stops = self._end_call()
-            self._report(clock, is_last=stops)
-            if self._check_every and self._is_due(self._check_every):
-                replicas.require_equal_replicas(self.model, self._collectives, self.step)
-            if self._evaluator is not None and (self._is_due(self._eval_every) or stops):
-                self._evaluated = self._evaluator.run(self._callbacks)
-                self._validated = {f"val_{name}": value for name, value in self._evaluated.items()}
-                self._reporter.evaluated(self.step, self._evaluated)
-            if self._is_due(self._plan.steps_per_epoch) or stops:
-                stops = self._end_epoch() or stops
+        self._has_begun = True
+        restored = self.prepare()
+        clock, feed = Clock(), self._feed
+        feed.start(self.step * self._plan.accumulate)
+        self._reporter.model_built(self.model)
+        if restored is not None:
+            self._reporter.resumed(self.step, restored.path)
+        self._callbacks.train_begins(None if restored is None else restored.state["callbacks"])
+        while not self._is_done():
+            if self._is_between_calls:
+                self._stop_if_asked()
+                self._make_call(feed, clock)
+            self._after_call(clock)
+            if self._checkpoint_every and self._is_due(self._checkpoint_every) and not self._is_done():
+                self._save()
         return self._finish(clock)
+
+    def prepare(self) -> Restored | None:
+        """Compares the ranks, makes their replicas equal and restores what the run goes on from; :meth:`fit` calls it.
+
+        Returns:
+            What was restored; None: the run begins anew.
+
+        Raises:
+            JobError: on every rank: the checkpoint is damaged, or of another run.
+            DisagreementError: ranks differ in arguments, data or model.
+        """
+        if not self._is_prepared:
+            self._start()
+            self._steps.build(self._feed.element_spec)
+            self._restored = None if self._checkpointer is None else self._restore(self._checkpointer)
+            self._is_prepared = True
+        return self._restored
+
+    def _is_done(self) -> bool:
+        return self._is_between_calls and (self._stops or self.step == self._total_steps)
+
+    def _make_call(self, feed: TrainingFeed, clock: Clock) -> None:
+        self._job.beat("training", self.step)
+        if self.step % self._plan.steps_per_epoch == 0:
+            self._begin_epoch()
+        self._profiler.before(self.step)
+        self._train(feed, clock)
+        self._profiler.after(self.step)
+        if self._callbacks.hear_train_batches:
+            self._stops = self._end_call()
+        self._is_between_calls = False
+
+    def _after_call(self, clock: Clock) -> None:
+        self._report(clock, is_last=self._stops)
+        if self._check_every and self._is_due(self._check_every):
+            replicas.require_equal_replicas(self.model, self._collectives, self.step)
+        if self._evaluator is not None and (self._is_due(self._eval_every) or self._stops):
+            evaluated = self._evaluator.run(self._callbacks, self.step)
+            self._stop_if_asked()
+            assert evaluated is not None
+            self._evaluated = evaluated
+            self._validated = {f"val_{name}": value for name, value in self._evaluated.items()}
+            self._reporter.evaluated(self.step, self._evaluated)
+        if self._is_due(self._plan.steps_per_epoch) or self._stops:
+            self._stops = self._end_epoch() or self._stops
+        self._is_between_calls = True
+
+    def _stop_if_asked(self) -> None:
+        """Every rank comes here at the same places of the run, and they stop at the same one."""
+        if not self._job.check():
+            return
+        saved = "Nothing was saved: the trainer has no checkpointer."
+        if self._checkpointer is not None:
+            self._save(wait=True)
+            saved = "The state is saved; started again, the job goes on from there."
+        raise StoppedEarly(f"stopped at step {self.step} of {self._total_steps} ({self._job.stop_reason}). {saved}")
 
     def _begin_epoch(self) -> None:
         on_every_rank(self._training.check_unchanged, self._collectives)
@@ -257,6 +328,53 @@ class Trainer:
             except tf.errors.OpError as another:
                 error = another
 
+    def _save(self, wait: bool = False) -> None:
+        assert self._checkpointer is not None
+        self._job.beat("saving", self.step)
+        state = {
+            "is_between_calls": self._is_between_calls,
+            "stops": self._stops,
+            "values": self._values,
+            "values_step": self._values_step,
+            "evaluated": self._evaluated,
+            "validated": self._validated,
+            "skipped_steps": self._watch.skipped_steps(),
+            "skipped_steps_told": self._skipped_steps_told,
+            "callbacks": self._callbacks.state(),
+        }
+        self._checkpointer.save(
+            self.step, state=state, rank_state=self._quota.places, identity=self._identity(), wait=wait
+        )
+
+    def _restore(self, checkpointer: Checkpointer) -> Restored | None:
+        # Metrics must have their variables before these are restored.
+        self._steps.build(self._feed.element_spec, metrics=True)
+        restored = checkpointer.restore(self._resume, identity=self._identity())
+        if restored is None:
+            return None
+        on_every_rank(self._training.check_unchanged, self._collectives)
+        self.step = self._resumed_from = restored.step
+        state = restored.state
+        self._is_between_calls, self._stops = state["is_between_calls"], state["stops"]
+        self._values, self._values_step = state["values"], state["values_step"]
+        self._evaluated, self._validated = state["evaluated"], state["validated"]
+        self._skipped_steps_told = state["skipped_steps_told"]
+        self._watch.restore(state["skipped_steps"])
+        self._steps.times.restore(self.step)
+        self._quota.restore(restored.rank_state or set())
+        return restored
+
+    def _identity(self) -> dict[str, Any]:
+        """What a run must have in common with the one that it goes on from."""
+        plan = self._plan
+        return {
+            **self._asked_identity,
+            "training data": self._training.facts(),
+            "samples in a step": plan.global_batch_size,
+            "seed": plan.seed,
+            "remainder": plan.remainder,
+        }
+
     def _end_call(self) -> bool:
         """Gives back whether a callback stops the training."""
         if self._callbacks.save_intervals:  # not all Keras versions save at its multiples
@@ -283,7 +401,7 @@ class Trainer:
         return {
             "learning_rate": float(leaves(self.model.optimizer)[0].learning_rate),
             "gradient_norm": self._watch.norm(),
-            **clock.speed_since_last(self._plan.global_batch_size),
+            **(clock.speed_since_last(self._plan.global_batch_size) if clock.has_timed else {}),
         }
 
     def _look_for_skipped(self) -> None:
@@ -315,6 +433,8 @@ class Trainer:
             "histograms_every": self._histograms_every,
             "steps_per_call": self._steps.steps_per_call,
             "on_nan": self._on_nan,
+            "checkpoint_every": self._checkpoint_every,
+            "resume": str(self._resume),
             "callbacks": self._callbacks.names,
             "synchronised BatchNormalization layers": self._num_synchronized,
         }
@@ -330,7 +450,6 @@ class Trainer:
         self._watch.build(self.model.trainable_variables)
         replicas.require_agreement("model", replicas.structure(self.model), self._collectives)
         replicas.broadcast(self.model, collectives=self._collectives)
-        self._reporter.model_built(self.model)
 
     def _prepare_optimizer(self, accumulate: int) -> None:
         optimizer = self.model.optimizer
@@ -350,7 +469,7 @@ class Trainer:
         """No call runs past a step at which something is to happen."""
         intervals = [
             *(self._log_every, self._eval_every, self._plan.steps_per_epoch, self._check_every),
-            *(self._histograms_every, *self._callbacks.save_intervals),
+            *(self._histograms_every, self._checkpoint_every, *self._callbacks.save_intervals),
         ]
         marks = [self._total_steps, *self._profiler.marks]
         return min(
@@ -358,11 +477,20 @@ class Trainer:
             *(mark - self.step for mark in marks if mark > self.step),
         )
 
+    def _speed(self, clock: Clock) -> dict[str, Any]:
+        if not clock.has_timed:
+            return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
+        return {
+            "examples_per_second": self._plan.global_batch_size / clock.seconds_per_step(),
+            "step_ms": clock.step_ms(),
+            **self._shares.summary(1000 * clock.seconds_per_step()),
+        }
+
     def _finish(self, clock: Clock) -> dict[str, Any]:
         self._profiler.close()
         replicas.require_equal_replicas(self.model, self._collectives, self.step)
-        if self._checkpoint is not None:
-            self._checkpoint(self.step)
+        if self._checkpointer is not None:
+            self._save(wait=True)
         if self._shows_average:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._callbacks.train_ends(self._values)
@@ -378,14 +506,12 @@ class Trainer:
             "metrics": {name: value for name, value in self._values.items() if name != "loss"},
             "eval": self._evaluated,
             "wall_seconds": clock.wall_seconds(),
-            "examples_per_second": self._plan.global_batch_size / clock.seconds_per_step(),
-            "step_ms": clock.step_ms(),
-            **self._shares.summary(1000 * clock.seconds_per_step()),
+            **self._speed(clock),
             "bytes_reduced": self.step * gradient_bytes(self.model.optimizer),
             "skipped_steps": self._watch.skipped_steps() + overflowed_steps(self.model.optimizer, self.step),
             "bad_samples": self._quota.total(),
             "compression_error": self._watch.compression_error(),
             "averaging_rounds": 0,
-            "resumed_from": None,
+            "resumed_from": self._resumed_from,
             "weights_sha256": replicas.weights_sha256(self.model),
         }

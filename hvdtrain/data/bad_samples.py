@@ -20,6 +20,15 @@ class BadSampleQuota:
         self._collectives = collectives
         self._places: set[str] = set()
 
+    @property
+    def places(self) -> set[str]:
+        """Where those are that this rank has counted."""
+        return self._places
+
+    def restore(self, places: set[str]) -> None:
+        """Counts those of an earlier part of the run, too."""
+        self._places |= places
+
     def note_known(self, bad: Sequence[BadSample]) -> None:
         """Counts what every rank knows of since the data was opened. Every rank has to call it.
 

@@ -16,7 +16,18 @@ class TrainingFeed:
         self._plan = plan
         self._quota = quota
         self._excluded: frozenset[int] = frozenset()
-        self.iterator: Any = iter(training_dataset(source, plan))
+        self.iterator: Any = None
+
+    @property
+    def element_spec(self) -> Any:
+        """The tf.TypeSpec of what the iterator gives."""
+        return training_dataset(self._source, self._plan).element_spec
+
+    def start(self, micro_batch: int) -> None:
+        """Begins with this rank's micro-batch of that number, counted across epochs."""
+        self.iterator = iter(
+            training_dataset(self._source, self._plan, first_micro_batch=micro_batch, excluded=self._excluded)
+        )
 
     def resume_after(self, error: Exception, micro_batch: int) -> None:
         """Leaves the unreadable samples of a micro-batch out, and goes on with it.
@@ -32,9 +43,7 @@ class TrainingFeed:
             raise error
         self._quota.note_found(bad)
         self._excluded |= {each.number for each in bad}
-        self.iterator = iter(
-            training_dataset(self._source, self._plan, first_micro_batch=micro_batch, excluded=self._excluded)
-        )
+        self.start(micro_batch)
 
 
 class EvaluationFeed:

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from hvdtrain.report.reporter import Reporter, RunShape
@@ -17,6 +18,9 @@ class ConsoleReporter(Reporter):
     def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
         for name, value in facts.items():
             self._line(f"{name}: {value}")
+
+    def resumed(self, step: int, path: Path) -> None:
+        self._event(step, f"goes on from {path}")
 
     def progressed(self, step: int, values: Mapping[str, float]) -> None:
         self._event(step, values_text(values))
@@ -34,6 +38,12 @@ class ConsoleReporter(Reporter):
         if summary["eval"]:
             self._line(f"evaluation: {values_text(summary['eval'])}")
         self._line(f"weights_sha256: {summary['weights_sha256']} (equal on all ranks)")
+
+    def complete(self, steps: int, path: Path) -> None:
+        self._line(
+            f"{path} holds this run, complete: {steps} steps. Nothing was trained. To go on, ask for more --steps or "
+            "--epochs; to train anew, give another --run-dir."
+        )
 
     def _event(self, step: int, text: str) -> None:
         self._line(f"{time.strftime('%H:%M:%S')}  step {step}  {text}")

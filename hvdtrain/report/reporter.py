@@ -2,10 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+
+from hvdtrain.failure import tell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,9 @@ class Reporter:
     def model_built(self, model: keras.Model) -> None:
         """Once, after :meth:`started`."""
 
+    def resumed(self, step: int, path: Path) -> None:
+        """Once, after :meth:`model_built`, where a run goes on from a checkpoint."""
+
     def progressed(self, step: int, values: Mapping[str, float]) -> None:
         """At each log step: loss, metrics, speed."""
 
@@ -43,44 +50,61 @@ class Reporter:
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Once, after the last step."""
 
+    def complete(self, steps: int, path: Path) -> None:
+        """Instead of all others: the run in this folder has made all its steps already."""
+
     def close(self) -> None:
         """The last call, also after an error. Calling it again changes nothing."""
 
 
 class SeveralReporters(Reporter):
-    """Hands each event on, in order."""
+    """Hands each event on, in order.
+
+    A full disk costs log lines, not the run: where a reporter other than the first cannot write, that is
+    told once, and training goes on.
+    """
 
     def __init__(self, reporters: Sequence[Reporter]):
         self._reporters = reporters
+        self._failed: set[Reporter] = set()
 
     def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
-        for reporter in self._reporters:
-            reporter.started(facts, shape)
+        self._hand_on("started", facts, shape)
 
     def model_built(self, model: keras.Model) -> None:
-        for reporter in self._reporters:
-            reporter.model_built(model)
+        self._hand_on("model_built", model)
+
+    def resumed(self, step: int, path: Path) -> None:
+        self._hand_on("resumed", step, path)
 
     def progressed(self, step: int, values: Mapping[str, float]) -> None:
-        for reporter in self._reporters:
-            reporter.progressed(step, values)
+        self._hand_on("progressed", step, values)
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        for reporter in self._reporters:
-            reporter.evaluated(step, values)
+        self._hand_on("evaluated", step, values)
 
     def histograms(self, step: int, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> None:
-        for reporter in self._reporters:
-            reporter.histograms(step, weights, gradients)
+        self._hand_on("histograms", step, weights, gradients)
 
     def warned(self, step: int, text: str) -> None:
-        for reporter in self._reporters:
-            reporter.warned(step, text)
+        self._hand_on("warned", step, text)
 
     def finished(self, summary: Mapping[str, Any]) -> None:
-        for reporter in self._reporters:
-            reporter.finished(summary)
+        self._hand_on("finished", summary)
+
+    def complete(self, steps: int, path: Path) -> None:
+        self._hand_on("complete", steps, path)
 
     def close(self) -> None:
+        self._hand_on("close")
+
+    def _hand_on(self, event: str, *arguments: Any) -> None:
         for reporter in self._reporters:
-            reporter.close()
+            try:
+                getattr(reporter, event)(*arguments)
+            except (OSError, tf.errors.OpError) as error:
+                if reporter is self._reporters[0]:
+                    raise
+                if reporter not in self._failed:
+                    self._failed.add(reporter)
+                    tell(0, f"{type(reporter).__name__} cannot write: {error}. Training goes on.")

@@ -14,6 +14,11 @@ class Clock:
         self._calls: list[tuple[int, float]] = []
         self._told = 0
 
+    @property
+    def has_timed(self) -> bool:
+        """False where no call was made: a run that had made all its steps before."""
+        return bool(self._calls)
+
     def start_call(self) -> None:
         self._call_began_s = time.perf_counter()
 

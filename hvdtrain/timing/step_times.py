@@ -48,6 +48,11 @@ class StepTimes:
         """Micro-batches that were trained on, a step that failed not included."""
         return int(self._micro_batches.numpy())
 
+    def restore(self, steps: int) -> None:
+        """Goes on counting from there."""
+        self._micro_batches.assign(steps * self._micro_batches_per_step)
+        self._drained = steps
+
     def step_under_way(self) -> tf.Tensor:
         """The number of the step that is being made, from 1; to be read in the compiled step."""
         return self._micro_batches // self._micro_batches_per_step + 1

@@ -11,9 +11,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 # Each module may import those before it.
 ORDER = [
-    *("errors", "config", "process", "sampling", "schedule", "collectives", "runtime", "failure", "replicas"),
-    *("optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "timing", "gradient_watch", "data"),
-    *("metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation", "tasks", "trainer"),
+    *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime"),
+    *("failure", "replicas", "optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
+    *("gradient_watch", "data", "metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation"),
+    *("tasks", "trainer"),
     *("job", "doctor", "cli", "__main__"),
 ]
 
