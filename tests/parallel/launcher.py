@@ -1,10 +1,13 @@
 """Starts real jobs for the tests: a kill timer, an exit code, a minimum of executed tests, each rank's log."""
 
+import contextlib
 import dataclasses
 import os
 import signal
 import subprocess
 import sys
+import time
+import uuid
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -28,27 +31,98 @@ class Finished:
     output: str
 
 
+class Job:
+    """A job that runs."""
+
+    def __init__(self, command: list[str], *, ranks: int, launcher: str = "mpirun", cwd: Path = ROOT):
+        # Every process of the job carries it in its environment, whatever group a launcher puts it into.
+        self._mark = f"HVDTRAIN_TEST_JOB={uuid.uuid4().hex}"
+        name, _, value = self._mark.partition("=")
+        self._launcher = subprocess.Popen(
+            [*LAUNCHERS[launcher], str(ranks), *command] if launcher else command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", name: value},
+            start_new_session=True,
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the launcher."""
+        self._launcher.send_signal(number)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the launcher is."""
+        return self._launcher.poll() is None
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """The environments of the job's processes by their numbers."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                entries = (folder / "environ").read_text(errors="replace").split("\0")
+                zombie = (folder / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            except OSError:
+                continue
+            if self._mark in entries and not zombie:
+                found[int(folder.name)] = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        return found
+
+    def rank(self, number: int) -> int:
+        """The process of a rank, as soon as there is one."""
+        while True:
+            for pid, environment in self.processes().items():
+                rank = environment.get("OMPI_COMM_WORLD_RANK", environment.get("HOROVOD_RANK"))
+                if rank == str(number) and "python" in Path(f"/proc/{pid}/comm").read_text():
+                    return pid
+            assert self._launcher.poll() is None, "the job has ended"
+            time.sleep(0.05)
+
+    def ports(self) -> set[int]:
+        """The ports on which its processes listen."""
+        sockets = set()
+        for pid in self.processes():
+            for link in Path(f"/proc/{pid}/fd").glob("*"):
+                with contextlib.suppress(OSError):
+                    sockets.add(str(link.readlink()))
+        return {port for port, inode in listening().items() if f"socket:[{inode}]" in sockets}
+
+    def end(self, timeout_s: float) -> Finished:
+        """Waits for its end; a job that outlives the timer is killed whole and fails the test."""
+        try:
+            output, _ = self._launcher.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            output, _ = self._launcher.communicate()
+            raise AssertionError(f"the job did not end within {timeout_s} s. Its output:\n{_tail(output)}") from None
+        return Finished(self._launcher.returncode, output)
+
+    def kill(self) -> None:
+        """Whatever is left of it."""
+        for pid in [self._launcher.pid, *self.processes()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def listening() -> dict[int, str]:
+    """The TCP ports of this machine on which somebody listens, and the inode of each socket."""
+    result = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                result[int(fields[1].rpartition(":")[2], 16)] = fields[9]
+    return result
+
+
 def run_job(
     command: list[str], *, ranks: int, launcher: str = "mpirun", timeout_s: float, cwd: Path = ROOT
 ) -> Finished:
-    """Runs a command on several ranks; a job that outlives the timer is killed whole and fails the test."""
-    job = subprocess.Popen(
-        [*LAUNCHERS[launcher], str(ranks), *command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        raise AssertionError(f"the job did not end within {timeout_s} s. Its output:\n{_tail(output)}") from None
-    return Finished(job.returncode, output)
+    """Runs a command on several ranks."""
+    return Job(command, ranks=ranks, launcher=launcher, cwd=cwd).end(timeout_s)
 
 
 def run_cases(name: str, *, ranks: int, minimum: int, folder: Path, launcher: str = "mpirun", timeout_s: float) -> None:

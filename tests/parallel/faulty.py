@@ -1,0 +1,85 @@
+"""``python -m hvdtrain`` with a fault: started by a launcher on every rank, as the command line is.
+
+The first argument is a JSON object: ``rank`` and ``step`` say where the fault strikes, ``fault`` which one,
+``mark`` names a file in which the moment is noted. The other arguments are the command line's.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hvdtrain import process
+
+process.import_tensorflow()
+
+from hvdtrain import files  # noqa: E402
+from hvdtrain.checkpoint import folders  # noqa: E402
+from hvdtrain.cli import main  # noqa: E402
+from hvdtrain.steps import CompiledSteps  # noqa: E402
+
+SPEC = json.loads(sys.argv[1])
+RANK = process.find_launcher().rank
+train, write, sync = CompiledSteps.train, folders.write, files.sync
+
+
+def note() -> None:
+    Path(SPEC["mark"]).write_text(str(time.time()))
+
+
+def strike(steps: CompiledSteps) -> None:
+    fault = SPEC["fault"]
+    if fault == "exception":
+        raise ValueError("the step is cursed")
+    if fault == "weight":
+        variable = steps._model.trainable_variables[0]
+        variable.assign(variable + 1e-3)
+    elif fault == "fill":
+        with contextlib.suppress(OSError), open(SPEC["filler"], "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+    elif fault == "read-only":
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", SPEC["place"]], check=True)
+    elif fault == "hang":
+        time.sleep(1000)
+    else:
+        os.kill(os.getpid(), getattr(signal, fault))
+
+
+def train_with_fault(steps: CompiledSteps, *arguments) -> None:
+    train_with_fault.made = getattr(train_with_fault, "made", steps.steps_made)
+    if RANK in SPEC["ranks"] and train_with_fault.made == SPEC["step"]:
+        note()
+        strike(steps)
+    if train_with_fault.made == SPEC.get("mend_step") and RANK == 0:
+        Path(SPEC["filler"]).unlink()
+    train(steps, *arguments)
+    train_with_fault.made += 1
+    time.sleep(SPEC.get("step_s", 0))
+
+
+def slow_sync(path: Path) -> None:
+    """A disk that takes its time, for the checkpoint of a job that was asked to stop."""
+    note()
+    time.sleep(SPEC["sync_s"])
+    sync(path)
+
+
+def sync_and_die(path: Path) -> None:
+    if path.name == f"step-{SPEC['step']:08d}" or f"step-{SPEC['step']:08d}.writing" in str(path):
+        note()
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(path)
+
+
+if SPEC["fault"] == "die in a save":
+    files.sync = folders.sync = sync_and_die
+else:
+    CompiledSteps.train = train_with_fault
+    if "sync_s" in SPEC:
+        files.sync = folders.sync = slow_sync
+sys.exit(main(sys.argv[2:]))

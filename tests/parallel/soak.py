@@ -1,0 +1,73 @@
+"""Random kills over one run: ``launch/run python tests/parallel/soak.py --kills 20``.
+
+A run of a few hundred steps under ``launch/run --restarts`` is struck by SIGKILL or SIGTERM, on a random
+rank at a random moment, again and again; its weights in the end are compared with those of a run that was
+left alone.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from launcher import ROOT, Job, run_job
+
+STEPS, CHECKPOINT_EVERY = 400, 25
+LONGEST_LIFE_S = 9.0
+OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
+
+
+def soak(kills: int, seed: int, folder: Path) -> list[str]:
+    """Gives back what was done, a line each.
+
+    Raises:
+        AssertionError: the run did not end well, or with other weights.
+    """
+    train = [sys.executable, "-m", "hvdtrain", *OPTIONS, "--run-dir"]
+    alone = run_job([*train, str(folder / "alone")], ranks=2, timeout_s=120)
+    assert alone.code == 0, alone.output
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    supervised = [str(ROOT / "launch" / "run"), "--restarts", str(kills), "--restart-pause", "0.2", *mpirun]
+    job = Job([*supervised, *train, str(folder / "run")], ranks=2, launcher="")
+    generator, done = random.Random(seed), []
+    try:
+        while len(done) < kills:
+            time.sleep(generator.uniform(1.0, LONGEST_LIFE_S))
+            number = generator.choice([signal.SIGKILL, signal.SIGTERM])
+            rank = generator.randrange(2)
+            pid = job.rank(rank)
+            os.kill(pid, number)
+            checkpoints = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-????????"))
+            done.append(f"{number.name} to rank {rank}, last checkpoint {checkpoints[-1] if checkpoints else 'none'}")
+            deadline_s = time.time() + 10
+            while pid in job.processes():
+                assert time.time() < deadline_s, "the rank outlived its signal"
+                time.sleep(0.05)
+        ended = job.end(180)
+    finally:
+        job.kill()
+    assert ended.code == 0, ended.output
+    one, other = (json.loads((folder / name / "summary.json").read_text()) for name in ("alone", "run"))
+    for name in ("weights_sha256", "loss", "metrics", "eval", "steps", "samples"):
+        assert one[name] == other[name], (name, one[name], other[name])
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for line in soak(arguments.kills, arguments.seed, Path(folder)):
+            print(line)
+    print(f"{arguments.kills} kills: the same weights, loss, metrics and evaluation as those of a run left alone")
+
+
+if __name__ == "__main__":
+    main()

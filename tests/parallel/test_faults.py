@@ -1,0 +1,397 @@
+"""What clusters do to a job, with real processes and real signals: it ends in time, says why, and goes on exactly.
+
+The common oracle: the final weights are bit-equal to those of a run that nothing has happened to.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launcher import Finished, Job, listening, run_job
+
+STEPS, EVERY = 120, 20
+TRAIN = [sys.executable, "-m", "hvdtrain"]
+FAULTY = [sys.executable, str(Path(__file__).with_name("faulty.py"))]
+OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--warmup-steps", "70"]
+ENDS_WITHIN_S = 5.0
+
+
+def flags(run_dir: Path, *more: str) -> list[str]:
+    return [*OPTIONS, "--run-dir", str(run_dir), *more]
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory) -> dict:
+    """The summary of a run that nothing happens to."""
+    run_dir = tmp_path_factory.mktemp("untouched") / "run"
+    job = run_job([*TRAIN, *flags(run_dir)], ranks=2, timeout_s=90)
+    assert job.code == 0, job.output
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def start(run_dir: Path, fault: str, *, ranks=(1,), step=47, launcher="mpirun", more=(), **spec) -> tuple[Job, Path]:
+    mark = run_dir.parent / "moment"
+    spec = {"fault": fault, "ranks": list(ranks), "step": step, "mark": str(mark), **spec}
+    return Job([*FAULTY, json.dumps(spec), *flags(run_dir, *more)], ranks=2, launcher=launcher), mark
+
+
+def struck(job: Job, mark: Path) -> set[int]:
+    """Waits for the moment of the fault; gives back the ports on which the job listened before."""
+    ports: set[int] = set()
+    while not mark.exists():
+        ports = ports or job.ports()
+        time.sleep(0.3 if not ports else 0.01)
+        assert job.is_running, job.end(1).output
+    return ports
+
+
+def ended_in_time(job: Job, mark: Path, within_s: float = ENDS_WITHIN_S, ports: set[int] | None = None) -> Finished:
+    """The job is gone, every process and port of it, within five seconds of the moment that was marked."""
+    ports = ports or struck(job, mark)
+    done = job.end(90)
+    took_s = time.time() - float(mark.read_text())
+    assert took_s < within_s, f"{took_s:.1f} s\n{done.output}"
+    while time.time() < float(mark.read_text()) + within_s and job.processes():
+        time.sleep(0.1)
+    assert not job.processes()
+    assert ports, "the job has listened nowhere: the test of its ports is void"
+    assert not ports & set(listening())
+    return done
+
+
+def goes_on(run_dir: Path, untouched: dict, *, resumed_from: int | None, more=()) -> Finished:
+    """Started again, it ends as the run that nothing happened to."""
+    job = run_job([*TRAIN, *flags(run_dir, *more)], ranks=2, timeout_s=90)
+    assert job.code == 0, job.output
+    equals(run_dir, untouched, resumed_from)
+    return job
+
+
+def equals(run_dir: Path, untouched: dict, resumed_from: int | None) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["resumed_from"] == resumed_from
+    for name in ("weights_sha256", "loss", "metrics", "eval", "steps", "samples"):
+        assert summary[name] == untouched[name], name
+    logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    told = [each["step"] for each in logged if each["event"] == "train"]
+    assert told == sorted(set(told)), "a step that was made again is told once"
+
+
+def steps_of_checkpoints(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????"))
+
+
+def lines(done: Finished) -> list[str]:
+    return [line for line in done.output.splitlines() if re.search(r"(^|>:)hvdtrain: ", line)]
+
+
+def tracebacks(done: Finished, launcher: str) -> int:
+    """Of ranks; a launcher that is a Python program itself has its own, and tags those of ranks."""
+    tag = "" if launcher == "mpirun" else r"\[.*\]<stderr>:"
+    return len(re.findall(rf"^{tag}Traceback", done.output, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("rank", "launcher"), [(1, "mpirun"), (0, "mpirun"), (1, "horovodrun"), (1, "horovodrun --gloo")]
+)
+def test_a_killed_rank(rank, launcher, untouched, tmp_path):
+    """Rows 1 and 2 of the list of faults."""
+    run_dir = tmp_path / "run"
+    job, mark = start(run_dir, "SIGKILL", ranks=[rank], launcher=launcher)
+    done = ended_in_time(job, mark)
+    assert done.code not in (0, 64, 65, 70, 75, 78), done.output
+    (line,) = lines(done)
+    assert re.search(rf"rank {rank} \(host .*\) is gone at step 4\d", line), line
+    assert not tracebacks(done, launcher), done.output
+    assert steps_of_checkpoints(run_dir) == [20, 40]
+    if launcher == "mpirun":
+        goes_on(run_dir, untouched, resumed_from=40)
+
+
+def test_killed_while_it_saves(untouched, tmp_path):
+    """Row 3, in a real job; tests/single/test_interrupted_save.py goes through all the points of a save."""
+    run_dir = tmp_path / "run"
+    job, mark = start(run_dir, "die in a save", step=60)
+    ended_in_time(job, mark)
+    assert steps_of_checkpoints(run_dir) == [20, 40]
+    goes_on(run_dir, untouched, resumed_from=40)
+    assert not list((run_dir / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("to", "launcher", "number"),
+    [
+        ("rank 1", "mpirun", "SIGTERM"),
+        ("rank 0", "mpirun", "SIGINT"),
+        ("rank 1", "horovodrun --gloo", "SIGTERM"),
+        ("all ranks", "mpirun", "SIGTERM"),
+        ("the launcher", "mpirun", "SIGTERM"),
+        ("the launcher", "mpirun", "SIGINT"),
+        ("the launcher", "mpirun", "SIGUSR1"),
+        ("the launcher", "horovodrun", "SIGTERM"),
+        ("the launcher", "horovodrun --gloo", "SIGTERM"),
+    ],
+)
+def test_asked_to_stop(to, launcher, number, untouched, tmp_path):
+    """Row 4: all stop at one step and save it; no step is lost."""
+    run_dir = tmp_path / "run"
+    ranks = {"rank 0": [0], "rank 1": [1], "all ranks": [0, 1], "the launcher": [0]}[to]
+    fault = number if to != "the launcher" else "SIGCONT"
+    job, mark = start(run_dir, fault, ranks=ranks, launcher=launcher, step_s=0.02, more=["--checkpoint-every", "0"])
+    ports = struck(job, mark)
+    if to == "the launcher":
+        job.signal(getattr(signal, number))
+    # horovodrun looks after five seconds whether the ranks it has sent a signal to are gone.
+    done = ended_in_time(job, mark, within_s=ENDS_WITHIN_S + (5 if to == "the launcher" else 0), ports=ports)
+    assert done.code != 0
+    if to != "the launcher" and launcher != "horovodrun --gloo":
+        assert done.code == 75, done.output
+    (line,) = lines(done)
+    # Launchers make SIGTERM of either signal.
+    reason = rf"{number} on rank \d" if to != "the launcher" else r"SIG(?:TERM|INT|USR1) on rank|the end of horovodrun"
+    step = int(re.search(rf"stopped at step (\d+) of {STEPS} \((?:{reason})", line)[1])
+    assert 47 <= step < 100
+    assert steps_of_checkpoints(run_dir) == [step]
+    assert not tracebacks(done, launcher), done.output
+    goes_on(run_dir, untouched, resumed_from=step)
+
+
+def test_a_second_signal_ends_it_at_once(untouched, tmp_path):
+    """Row 5: while the save that the first one asked for is under way; the checkpoint before it stays whole."""
+    run_dir = tmp_path / "run"
+    run_job([*TRAIN, *flags(run_dir, "--steps", "20")], ranks=2, timeout_s=90)
+    shutil.copytree(run_dir, tmp_path / "copy")
+    job, mark = start(run_dir, "SIGTERM", sync_s=20)
+    ports = struck(job, mark)
+    time.sleep(1.5)
+    mark.write_text(str(time.time()))
+    os.kill(job.rank(1), signal.SIGTERM)
+    done = ended_in_time(job, mark, ports=ports)
+    assert done.code == 75, done.output
+    assert steps_of_checkpoints(run_dir) == [20]
+    goes_on(run_dir, untouched, resumed_from=20)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_silent_rank(rank, untouched, tmp_path):
+    """Row 6: stopped for longer than the timeout, it is named and the job ended."""
+    run_dir = tmp_path / "run"
+    job, mark = start(run_dir, "SIGSTOP", ranks=[rank], more=["--stall-timeout", "3"])
+    done = job.end(90)
+    took_s = time.time() - float(mark.read_text())
+    assert 3 <= took_s < 3 + ENDS_WITHIN_S, f"{took_s:.1f} s\n{done.output}"
+    assert done.code == 1, done.output
+    (line,) = lines(done)
+    assert re.search(rf"rank {rank} \(host .*\) has been silent for \d+ s", line), line
+    assert not job.processes()
+    if rank:
+        goes_on(run_dir, untouched, resumed_from=40)
+
+
+def test_a_hanging_rank(tmp_path):
+    """It is alive, and gets nowhere: where it hangs is told."""
+    job, mark = start(tmp_path / "run", "hang", more=["--stall-timeout", "3"])
+    done = job.end(90)
+    assert time.time() - float(mark.read_text()) < 3 + ENDS_WITHIN_S, done.output
+    assert done.code == 1, done.output
+    assert re.search(r"no rank has moved on for 3 s; the others wait for rank 1 \(host .*\)", done.output), done.output
+    assert re.search(r"faulty.py:\d+, in strike", done.output), done.output
+    assert not job.processes()
+
+
+def test_a_rank_that_is_stopped_for_a_moment(untouched, tmp_path):
+    """Row 7: it is waited for, and nothing changes."""
+    run_dir = tmp_path / "run"
+    job, mark = start(run_dir, "SIGSTOP", more=["--stall-timeout", "20"])
+    struck(job, mark)
+    pid = job.rank(1)
+    time.sleep(2.5)
+    os.kill(pid, signal.SIGCONT)
+    done = job.end(60)
+    assert done.code == 0, done.output
+    assert not lines(done), done.output
+    equals(run_dir, untouched, None)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 3 MB; a checkpoint of the task takes half of one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_is_full_for_a_while(small_disk, untouched):
+    """Row 10: training goes on, each failure is told, and the next checkpoint is written when there is room."""
+    run_dir = small_disk / "run"
+    spec = {"ranks": [0], "step": 50, "filler": str(small_disk / "filler"), "mend_step": 95}
+    job, _ = start(run_dir, "fill", **spec, mark=str(small_disk.parent / "moment"))
+    done = job.end(90)
+    assert done.code == 0, done.output
+    told = [line for line in lines(done) if "a checkpoint could not be written" in line]
+    assert len(told) == 2, done.output  # at steps 60 and 80
+    assert "No space left" in told[0] or "RESOURCE_EXHAUSTED" in told[0] or "space" in told[0], told[0]
+    assert steps_of_checkpoints(run_dir) == [40, 100, STEPS]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["weights_sha256"] == untouched["weights_sha256"]
+
+
+def test_a_disk_that_stays_full(small_disk, untouched, tmp_path):
+    """Row 10: after three failures in a row the job ends; the earlier checkpoints can be gone on from."""
+    run_dir = small_disk / "run"
+    filler = small_disk / "filler"
+    job, _ = start(run_dir, "fill", ranks=[0], step=50, filler=str(filler), mark=str(tmp_path / "moment"))
+    done = job.end(90)
+    assert done.code == 65, done.output
+    assert "3 failures in a row" in done.output
+    assert "Traceback" not in done.output, done.output
+    assert steps_of_checkpoints(run_dir) == [20, 40]
+    filler.unlink()
+    goes_on(run_dir, untouched, resumed_from=40)
+
+
+def test_a_disk_that_becomes_read_only(small_disk, untouched, tmp_path):
+    run_dir = tmp_path / "run"
+    spec = {"ranks": [0], "step": 45, "place": str(run_dir / "checkpoints")}
+    job, _ = start(run_dir, "read-only", **spec)
+    done = job.end(90)
+    subprocess.run(["umount", "-l", str(run_dir / "checkpoints")], check=True)
+    assert done.code == 65, done.output
+    assert "Read-only file system" in done.output
+    assert "3 failures in a row" in done.output
+    assert steps_of_checkpoints(run_dir) == [20, 40]
+    goes_on(run_dir, untouched, resumed_from=40)
+    # And one that is so from the start.
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    job = run_job([*TRAIN, *flags(small_disk / "run")], ranks=2, timeout_s=60)
+    assert job.code == 65, job.output
+    assert "--run-dir must be a folder that can be written" in job.output
+
+
+def test_damaged_checkpoints(untouched, tmp_path):
+    """Row 11: the newest is named and the one before taken; where all are damaged, nothing is deleted."""
+    run_dir = tmp_path / "run"
+    job, mark = start(run_dir, "SIGKILL", step=67)
+    ended_in_time(job, mark)
+    assert steps_of_checkpoints(run_dir) == [20, 40, 60]
+    flip(run_dir / "checkpoints" / "step-00000060" / "state.data-00000-of-00001")
+    done = goes_on(run_dir, untouched, resumed_from=40)
+    assert "step-00000060 is damaged: state.data-00000-of-00001 does not match" in done.output
+    assert (run_dir / "checkpoints" / "step-00000060.aside1").is_dir()
+    for checkpoint in (run_dir / "checkpoints").iterdir():
+        flip(checkpoint / "manifest.json")
+    before = everything_in(run_dir)
+    (run_dir / "summary.json").unlink()  # else there would be nothing left to do
+    before.pop("summary.json")
+    job = run_job([*TRAIN, *flags(run_dir)], ranks=2, timeout_s=60)
+    assert job.code == 65, job.output
+    assert "there must be a whole checkpoint" in job.output
+    assert everything_in(run_dir) == before
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def test_places_that_cannot_be_used(tmp_path):
+    """Row 12, and what else can stand where checkpoints should go: nothing of it is touched."""
+    run_dir = tmp_path / "run"
+    job = run_job([*TRAIN, *flags(run_dir, "--steps", "5")], ranks=2, timeout_s=60)
+    assert job.code == 0, job.output
+    cases = {
+        "complete": ([], 0, "holds this run, complete: 5 steps"),
+        "other options": (["--learning-rate", "0.5"], 65, "--learning-rate 0.002 before, 0.5 now"),
+        "never": (["--resume", "never"], 65, "--resume never needs a new folder"),
+        "foreign": ([], 65, "which holds something else (thesis.txt)"),
+        "a file": ([], 65, "a file. Give another place"),
+        "newer": (["--steps", "9"], 65, "must be of format 1 or earlier"),
+        "none": (["--resume", "must"], 65, "--resume must needs a run with a checkpoint"),
+        "nowhere": (["--resume", "/nowhere"], 65, "where there is no checkpoint"),
+    }
+    for name, (more, code, message) in cases.items():
+        place = tmp_path / name.replace(" ", "-")
+        if name in ("none", "nowhere"):
+            place.mkdir()
+        else:
+            shutil.copytree(run_dir, place)
+        checkpoints = place / "checkpoints"
+        if name == "foreign":
+            shutil.rmtree(checkpoints)
+            checkpoints.mkdir()
+            (checkpoints / "thesis.txt").write_text("mine")
+        elif name == "a file":
+            shutil.rmtree(checkpoints)
+            checkpoints.write_text("mine")
+        elif name == "newer":
+            make_newer(checkpoints / "step-00000005")
+        before = everything_in(place)
+        job = run_job([*TRAIN, *flags(place, "--steps", "5", *more)], ranks=2, timeout_s=60)
+        assert job.code == code, (name, job.output)
+        assert message in job.output, (name, job.output)
+        assert "Traceback" not in job.output, (name, job.output)
+        assert everything_in(place) == before, name
+
+
+def make_newer(checkpoint: Path) -> None:
+    import hashlib
+
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["format"] = 2
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    files = sorted(path for path in checkpoint.iterdir() if path.name != "SHA256SUMS")
+    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files)
+    (checkpoint / "SHA256SUMS").write_text(sums)
+
+
+def test_a_changed_weight(tmp_path):
+    """Row 14."""
+    job, _ = start(tmp_path / "run", "weight", more=["--check-every", "10"])
+    done = job.end(90)
+    assert done.code == 70, done.output
+    (line,) = lines(done)
+    assert re.search(r"At step 50 variable .* of rank 1 differs", line), line
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_an_exception_in_one_rank(launcher, tmp_path):
+    """Row 18: its cause and traceback, nobody else's, in time."""
+    job, mark = start(tmp_path / "run", "exception", launcher=launcher)
+    done = ended_in_time(job, mark)
+    assert done.code == 1, done.output
+    (line,) = lines(done)
+    assert re.search(r"rank 1 \(host .*\) failed at step 47: ValueError: the step is cursed", line), line
+    assert tracebacks(done, launcher) == 1, done.output
+
+
+def test_a_folder_is_one_jobs_alone(tmp_path):
+    job, mark = start(tmp_path / "run", "hang", more=["--stall-timeout", "0"])
+    struck(job, mark)
+    try:
+        other = run_job([*TRAIN, *flags(tmp_path / "run")], ranks=2, timeout_s=60)
+        assert other.code == 65, other.output
+        assert "to which another job writes" in other.output
+    finally:
+        job.kill()
