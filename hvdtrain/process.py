@@ -3,6 +3,7 @@
 Nothing here starts MPI or Horovod. TensorFlow is imported only by :func:`import_tensorflow`.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import math
@@ -11,7 +12,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 # Lines that TensorFlow writes to stderr on every start and that no setting turns off: its absl
@@ -84,7 +84,7 @@ def prepare_environment() -> None:
     os.environ.update(environment_defaults(os.environ, sys.prefix))
 
 
-@contextmanager
+@contextlib.contextmanager
 def horovod_start_environment(launcher: Launcher) -> Iterator[None]:
     """What Horovod is to read while it starts.
 
@@ -139,16 +139,17 @@ def stdout_is_terminal() -> bool:
 
 
 def horovodrun_above() -> int | None:
-    """The ``horovodrun`` that started this process, if it runs on this host; None: none."""
-    try:
+    """The ``horovodrun`` that started this process with MPI, if it runs on this host; None: none.
+
+    It has become a shell, ``sh -c "mpirun …"``.
+    """
+    with contextlib.suppress(OSError):
         ancestor = _PROC / str(os.getppid())
         while ancestor.name not in ("0", "1"):
             arguments = ancestor.joinpath("cmdline").read_text(errors="replace").split("\0")
-            if any(Path(each).name == "horovodrun" for each in arguments[:2]):
+            if arguments[1:2] == ["-c"] and arguments[2].lstrip().startswith("mpirun "):
                 return int(ancestor.name)
             ancestor = _PROC / _parent(ancestor)
-    except OSError:
-        pass
     return None
 
 
@@ -229,7 +230,7 @@ def choose_gpu(num_gpus: int, local_rank: int, local_size: int) -> int | None:
     return local_rank % num_gpus if num_gpus else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def without_chatter() -> Iterator[None]:
     """Holds back what is written to stderr, C++ included, then passes on all but TensorFlow's greetings."""
     sys.stderr.flush()

@@ -139,4 +139,7 @@ def _run_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options.deterministic = True
     # The input is sharded by sample number already.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    # Its thread sleeps for up to a minute between two looks, and an iterator that is deleted can wait for it so long
+    # (seen with 2.21: 20 s, the main thread in its destructor, all other ranks in a reduction).
+    options.autotune.enabled = False
     return dataset.with_options(options).prefetch(2)

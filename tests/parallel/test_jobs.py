@@ -42,7 +42,8 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
     assert 0.005 < summary["communication_fraction"] < 1  # two readings of a clock alone are less
     assert summary["skew"]["slowest_rank"] in range(ranks)
     assert "share of step    input" in job.output
-    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    *_, checkpoint = sorted((run_dir / "checkpoints").iterdir())
+    assert checkpoint.name == f"step-{summary['steps']:08d}"
     assert json.loads((checkpoint / "manifest.json").read_text())["weights_sha256"] == summary["weights_sha256"]
     # One rank tells: each line once.
     assert job.output.count(f"step {summary['steps']}  evaluation:") == 1
