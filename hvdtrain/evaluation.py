@@ -48,8 +48,8 @@ class Evaluator:
             None where a rank cut its share short.
         """
         training_state = [variable.numpy() for variable in self._model.metrics_variables]
-        replicas.share_statistics(self._model, self._collectives)
-        with averaged_weights(self._model.optimizer) if self._uses_average else nullcontext():
+        average = averaged_weights(self._model.optimizer) if self._uses_average else nullcontext()
+        with replicas.shared_statistics(self._model, self._collectives), average:
             callbacks.test_begins()
             self._model.reset_metrics()
             require_sums(self._model)

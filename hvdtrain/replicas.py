@@ -1,7 +1,8 @@
 """Equal replicas: broadcast at the start, comparisons before and during training."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -105,19 +106,38 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
-def share_statistics(model: keras.Model, collectives: Collectives) -> None:
+def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:
     """Averages what training updates outside of the gradients, such as BatchNorm's moving statistics.
 
     Only float weights that differ between ranks are touched: frozen ones keep their bits.
+
+    Returns:
+        The weights that were averaged, each with the value that was this rank's own.
     """
     if collectives.size == 1:
-        return
+        return []
     weights = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
     split = differing(weights, collectives)
     moving = [variable for variable in weights if id(variable) in split]
-    totals = collectives.sum([variable.numpy() for variable in moving])
-    for variable, total in zip(moving, totals, strict=True):
+    own = [variable.numpy() for variable in moving]
+    for variable, total in zip(moving, collectives.sum(own), strict=True):
         variable.assign(total / collectives.size)
+    return list(zip(moving, own, strict=True))
+
+
+@contextmanager
+def shared_statistics(model: keras.Model, collectives: Collectives) -> Iterator[None]:
+    """The model has the averaged statistics inside, and this rank's own again after.
+
+    Were they left averaged, a run's last bits would depend on when somebody has looked at it. What a
+    callback has put there meanwhile stays.
+    """
+    own = share_statistics(model, collectives)
+    shared = [variable.numpy() for variable, _ in own]
+    yield
+    for (variable, value), before in zip(own, shared, strict=True):
+        if np.array_equal(variable.numpy(), before):
+            variable.assign(value)
 
 
 def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> set[int]:
@@ -136,9 +156,9 @@ def require_equal_replicas(model: keras.Model, collectives: Collectives, step: i
     Raises:
         DivergenceError: on every rank, naming the rank and the variable that differ.
     """
-    share_statistics(model, collectives)
     variables = [*model.weights, *model.optimizer.variables]
-    digests = collectives.allgather([_digest(variable) for variable in variables])
+    with shared_statistics(model, collectives):
+        digests = collectives.allgather([_digest(variable) for variable in variables])
     for i, variable in enumerate(variables):
         values = [each[i] for each in digests]
         # The most common value is taken for the right one; among equals, the lowest rank's.

@@ -377,10 +377,12 @@ class Trainer:
 
     def _end_call(self) -> bool:
         """Gives back whether a callback stops the training."""
-        if self._callbacks.save_intervals:  # not all Keras versions save at its multiples
-            replicas.share_statistics(self.model, self._collectives)
         last_batch = (self.step - 1) % self._plan.steps_per_epoch
-        return self._callbacks.train_call_ends(last_batch, self._epoch_so_far())
+        values = self._epoch_so_far()
+        # A ModelCheckpoint may save here; not all Keras versions do at multiples of its interval.
+        may_save = bool(self._callbacks.save_intervals)
+        with replicas.shared_statistics(self.model, self._collectives) if may_save else nullcontext():
+            return self._callbacks.train_call_ends(last_batch, values)
 
     def _report(self, clock: Clock, *, is_last: bool) -> None:
         if self._is_due(self._log_every) or is_last:
@@ -416,8 +418,8 @@ class Trainer:
         """Gives back whether a callback stops the training."""
         epoch = (self.step - 1) // self._plan.steps_per_epoch
         values = self._epoch_so_far()
-        replicas.share_statistics(self.model, self._collectives)
-        with averaged_weights(self.model.optimizer) if self._shows_average else nullcontext():
+        average = averaged_weights(self.model.optimizer) if self._shows_average else nullcontext()
+        with replicas.shared_statistics(self.model, self._collectives), average:
             return self._callbacks.epoch_ends(epoch, {**values, **self._validated})
 
     def _start(self) -> None:
@@ -491,6 +493,7 @@ class Trainer:
         replicas.require_equal_replicas(self.model, self._collectives, self.step)
         if self._checkpointer is not None:
             self._save(wait=True)
+        replicas.share_statistics(self.model, self._collectives)
         if self._shows_average:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
         self._callbacks.train_ends(self._values)

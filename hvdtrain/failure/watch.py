@@ -27,13 +27,18 @@ class JobWatch:
     - an error ends the job by :func:`hvdtrain.failure.end_job`, within the ``with`` block.
 
     Args:
+        collectives: what ranks first find each other by (default: those of ``hvdtrain.init()``).
         stall_timeout_s: after how long a rank that is not heard of, or a job in which no rank's main thread
             moves on, is ended; 0 for never.
     """
 
-    def __init__(self, collectives: "Collectives", *, stall_timeout_s: float = 600.0):
+    def __init__(self, collectives: "Collectives | None" = None, *, stall_timeout_s: float = 600.0):
         if stall_timeout_s < 0:
             raise UsageError(f"stall_timeout_s must be 0, for never, or more. Received: {stall_timeout_s}")
+        if collectives is None:
+            from hvdtrain import runtime  # which takes seconds to import, and tests of this need none of it
+
+            collectives = runtime.current().collectives
         self._collectives = collectives
         self._stall_timeout_s = stall_timeout_s
         self._stop_point = StopPoint()

@@ -152,6 +152,16 @@ def test_stopped_and_gone_on_equals_straight(name, folder, watch):
     assert_equal_replicas(trainer.model)
 
 
+def test_a_run_that_was_to_be_shorter_goes_on(folder):
+    """It was evaluated and compared where a longer run is not, which must leave no trace."""
+    optimizer = lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
+    straight = make_trainer(optimizer)
+    end = what_a_run_comes_to(straight, straight.fit())
+    assert make_trainer(optimizer, folder, steps=STEPS // 2 + 1).fit()["steps"] == STEPS // 2 + 1
+    trainer = make_trainer(optimizer, folder, weights=300 + RANK, check_every=3)
+    assert_same_end(what_a_run_comes_to(trainer, trainer.fit()), end)
+
+
 def test_mixed_precision_goes_on_with_its_loss_scale(folder, watch):
     with dtype_policy("mixed_float16"):
         optimizer = lambda: keras.optimizers.LossScaleOptimizer(

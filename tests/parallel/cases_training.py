@@ -209,9 +209,12 @@ def test_moving_statistics_are_equal_wherever_they_are_seen():
     before = COLLECTIVES.allgather(statistics.numpy())
     assert not np.array_equal(before[0], before[-1])
     replicas.require_equal_replicas(model, COLLECTIVES, step=4)
+    with replicas.shared_statistics(model, COLLECTIVES):
+        seen = COLLECTIVES.allgather(statistics.numpy())
+    assert all(np.array_equal(seen[0], each) for each in seen)
     after = COLLECTIVES.allgather(statistics.numpy())
-    assert all(np.array_equal(after[0], each) for each in after)
-    assert after[0] == pytest.approx(np.mean(before, axis=0), rel=1e-5)
+    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), "looking must change nothing"
+    assert seen[0] == pytest.approx(np.mean(before, axis=0), rel=1e-5)
 
 
 @pytest.mark.parametrize("which", ["model", "optimizer"])

@@ -3,7 +3,7 @@
 import pytest
 from launcher import run_cases
 
-MINIMUM = {"optimizer": 40, "training": 33, "options": 21, "faults": 15, "callbacks": 50, "resume": 10}
+MINIMUM = {"optimizer": 40, "training": 33, "options": 21, "faults": 15, "callbacks": 50, "resume": 11}
 RANKS = [(name, ranks) for name in MINIMUM for ranks in (2, 4)]
 
 

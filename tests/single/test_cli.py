@@ -66,15 +66,14 @@ def test_exit_codes(arguments, code, message, capsys):
 
 def test_one_process_without_a_launcher(tmp_path):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "hvdtrain", "--steps", "25", "--run-dir", str(run_dir), "--warmup-steps", "5"]
-    command += ["--lr-decay", "cosine", "--optimizer", "momentum", "--clip-norm", "1", "--accumulate", "2"]
-    for expected in ("", "moved to"):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "hvdtrain", "--steps", "25", "--warmup-steps", "5", "--lr-decay", "cosine"]
+    command += ["--optimizer", "momentum", "--clip-norm", "1", "--accumulate", "2", "--run-dir"]
+    for place, expected in ((tmp_path / "other", "done: 25 steps"), (run_dir, "done: 25 steps"), (run_dir, "complete")):
+        done = subprocess.run([*command, str(place)], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         assert expected in done.stdout
-    # An earlier run in the same place is moved aside, never overwritten, and both ended in the same bits.
-    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (tmp_path / "run.1", run_dir))
+    first, second = (json.loads((place / "summary.json").read_text()) for place in (tmp_path / "other", run_dir))
     assert first["weights_sha256"] == second["weights_sha256"]
     assert first["steps"] == 25
     # The model opens where neither Horovod nor hvdtrain is installed.

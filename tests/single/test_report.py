@@ -138,7 +138,10 @@ def test_json_lines_hold_every_event(tmp_path):
     ]
 
 
-EVENTS = ["started", "model_built", "progressed", "evaluated", "histograms", "warned", "finished", "close"]
+EVENTS = [
+    *("started", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished", "complete"),
+    "close",
+]
 
 
 class Recorder(Reporter):
@@ -160,11 +163,13 @@ def test_several_are_told_everything():
     told = [
         ("started", {"task": "digits"}, SHAPE),
         ("model_built", "a model"),
+        ("resumed", 5, Path("step-00000005")),
         ("progressed", 10, VALUES),
         ("evaluated", 16, {"loss": 0.5}),
         ("histograms", 16, {"kernel": 1}, {"kernel": 2}),
         ("warned", 17, "a step was skipped"),
         ("finished", SUMMARY),
+        ("complete", 20, Path("run")),
         ("close",),
     ]
     for name, *arguments in told:
