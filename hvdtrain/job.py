@@ -62,8 +62,8 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
         path = Path(config.run_dir or f"runs/{config.task}")
         run_directory = open_run_directory(collectives.rank, path)
         reporter = run_directory.reporter
-        on_every_rank(lambda: run_directory.claim(config.resume), collectives)
         trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory, path, watch), collectives)
+        on_every_rank(lambda: run_directory.claim(config.resume), collectives)
         if on_first_rank(lambda: _is_complete(config, run_directory, path, trainer.total_steps), collectives):
             reporter.complete(trainer.total_steps, path)
         else:
