@@ -18,12 +18,13 @@ from pathlib import Path
 from launcher import ROOT, Job, run_job
 
 STEPS, CHECKPOINT_EVERY = 400, 25
-LONGEST_LIFE_S = 9.0
-OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY)]
+LONGEST_LIFE_S = 8.5
+# Large batches, so that a step takes long enough for a run to outlive all kills.
+OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--batch-size", "512"]
 
 
-def soak(kills: int, seed: int, folder: Path) -> list[str]:
-    """Gives back what was done, a line each.
+def soak(kills: int, seed: int, folder: Path) -> None:
+    """Prints what is done, a line each.
 
     Raises:
         AssertionError: the run did not end well, or with other weights.
@@ -34,7 +35,7 @@ def soak(kills: int, seed: int, folder: Path) -> list[str]:
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
     supervised = [str(ROOT / "launch" / "run"), "--restarts", str(kills), "--restart-pause", "0.2", *mpirun]
     job = Job([*supervised, *train, str(folder / "run")], ranks=2, launcher="")
-    generator, done = random.Random(seed), []
+    generator, done = random.Random(seed), list[str]()
     try:
         while len(done) < kills:
             time.sleep(generator.uniform(1.0, LONGEST_LIFE_S))
@@ -44,6 +45,7 @@ def soak(kills: int, seed: int, folder: Path) -> list[str]:
             os.kill(pid, number)
             checkpoints = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-????????"))
             done.append(f"{number.name} to rank {rank}, last checkpoint {checkpoints[-1] if checkpoints else 'none'}")
+            print(done[-1], flush=True)
             deadline_s = time.time() + 10
             while pid in job.processes():
                 assert time.time() < deadline_s, "the rank outlived its signal"
@@ -55,7 +57,6 @@ def soak(kills: int, seed: int, folder: Path) -> list[str]:
     one, other = (json.loads((folder / name / "summary.json").read_text()) for name in ("alone", "run"))
     for name in ("weights_sha256", "loss", "metrics", "eval", "steps", "samples"):
         assert one[name] == other[name], (name, one[name], other[name])
-    return done
 
 
 def main() -> None:
@@ -64,8 +65,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for line in soak(arguments.kills, arguments.seed, Path(folder)):
-            print(line)
+        soak(arguments.kills, arguments.seed, Path(folder))
     print(f"{arguments.kills} kills: the same weights, loss, metrics and evaluation as those of a run left alone")
 
 
