@@ -23,8 +23,8 @@ LONGEST_LIFE_S = 8.5
 OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--batch-size", "512"]
 
 
-def soak(kills: int, seed: int, folder: Path) -> None:
-    """Prints what is done, a line each.
+def soak(kills: int, seed: int, folder: Path) -> int:
+    """Prints what is done, a line each, and gives back how many kills it were.
 
     Raises:
         AssertionError: the run did not end well, or with other weights.
@@ -37,8 +37,10 @@ def soak(kills: int, seed: int, folder: Path) -> None:
     job = Job([*supervised, *train, str(folder / "run")], ranks=2, launcher="")
     generator, done = random.Random(seed), list[str]()
     try:
-        while len(done) < kills:
+        while len(done) < kills and job.is_running:
             time.sleep(generator.uniform(1.0, LONGEST_LIFE_S))
+            if not job.is_running:
+                break  # it has outrun the kills
             number = generator.choice([signal.SIGKILL, signal.SIGTERM])
             rank = generator.randrange(2)
             pid = job.rank(rank)
@@ -57,6 +59,7 @@ def soak(kills: int, seed: int, folder: Path) -> None:
     one, other = (json.loads((folder / name / "summary.json").read_text()) for name in ("alone", "run"))
     for name in ("weights_sha256", "loss", "metrics", "eval", "steps", "samples"):
         assert one[name] == other[name], (name, one[name], other[name])
+    return len(done)
 
 
 def main() -> None:
@@ -65,8 +68,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        soak(arguments.kills, arguments.seed, Path(folder))
-    print(f"{arguments.kills} kills: the same weights, loss, metrics and evaluation as those of a run left alone")
+        kills = soak(arguments.kills, arguments.seed, Path(folder))
+    print(f"{kills} kills: the same weights, loss, metrics and evaluation as those of a run left alone")
 
 
 if __name__ == "__main__":
