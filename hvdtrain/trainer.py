@@ -17,17 +17,19 @@ from hvdtrain.data.feed import EvaluationFeed, TrainingFeed
 from hvdtrain.errors import StoppedEarly, UsageError
 from hvdtrain.evaluation import Evaluator
 from hvdtrain.failure import JobWatch, on_every_rank
-from hvdtrain.gradient_watch import GradientWatch, described, is_not_finite
-from hvdtrain.loss_scale import overflowed_steps, require_usable_loss_scale
+from hvdtrain.gradient_watch import GradientWatch, is_not_finite
+from hvdtrain.intervals import Intervals
 from hvdtrain.losses import sums_over_batch
-from hvdtrain.metrics import reduced_results, require_sums
-from hvdtrain.optimizer import DistributedOptimizer, distribution_of, gradient_bytes, is_distributed, leaves
+from hvdtrain.metrics import require_sums
+from hvdtrain.optimizer import DistributedOptimizer, distribution_of, is_distributed, leaves
+from hvdtrain.progress import Progress
 from hvdtrain.report import Reporter
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.steps import CompiledSteps
 from hvdtrain.timing.clock import Clock
 from hvdtrain.timing.profiler import Profiler
 from hvdtrain.timing.step_times import StepTimes, TimeShares
+from hvdtrain.training_report import TrainingReport
 from hvdtrain.weight_average import averaged_weights, keeps_average
 
 
@@ -124,10 +126,6 @@ class Trainer:
         loss_sums = sums_over_batch(model, op, training.has_sample_weights, accumulate)
         self._training = training
         self._evaluation = evaluation
-        self._eval_every = eval_every or self._plan.steps_per_epoch
-        self._log_every = log_every
-        self._check_every = check_every
-        self._histograms_every = histograms_every
         self._callbacks = RankCallbacks(
             callbacks,
             model,
@@ -137,7 +135,7 @@ class Trainer:
         )
         self._on_nan = "ignore" if on_nan == "stop" and self._callbacks.terminate_on_nan else on_nan
         times = StepTimes(accumulate)
-        self._watch = GradientWatch(
+        self._gradients = GradientWatch(
             model.optimizer,
             times,
             on_nan=self._on_nan,
@@ -149,7 +147,7 @@ class Trainer:
             times=times,
             steps_per_call=steps_per_call,
             accumulate=accumulate,
-            watch=self._watch,
+            watch=self._gradients,
             weighted=not self._plan.is_even or bad_samples > 0,
             has_fillers=self._plan.has_fillers or bad_samples > 0,
             loss_sums=loss_sums,
@@ -161,13 +159,37 @@ class Trainer:
         self._shows_average = keeps_average(model.optimizer) and not self._callbacks.swap_averaged_weights
         self._quota = BadSampleQuota(bad_samples, self._collectives)
         self._feed = TrainingFeed(training, self._plan, self._quota)
-        self._shares = TimeShares(times, self._collectives, process.host_name())
         self._reporter = reporter or Reporter()
         self._profiler = profiler or Profiler()
+        self._shares = TimeShares(times, self._collectives, process.host_name())
+        self._progress = Progress()
+        self._report = TrainingReport(
+            model,
+            self._plan,
+            self._progress,
+            collectives=self._collectives,
+            reporter=self._reporter,
+            gradients=self._gradients,
+            quota=self._quota,
+            shares=self._shares,
+        )
         self._checkpointer = checkpointer
-        self._checkpoint_every = checkpoint_every if checkpointer is not None else 0
         self._resume = resume
         self._asked_identity = dict(identity or {})
+        self._every = {
+            "log": log_every,
+            "eval": eval_every or self._plan.steps_per_epoch,
+            "check": check_every,
+            "histograms": histograms_every,
+            "checkpoint": checkpoint_every if checkpointer is not None else 0,
+        }
+        self._intervals = Intervals(
+            self._total_steps,
+            marks=self._profiler.marks,
+            others=self._callbacks.save_intervals,
+            epoch=self._plan.steps_per_epoch,
+            **self._every,
+        )
         self._job = watch or JobWatch(self._collectives)
         self._evaluator: Evaluator | None = None
         if evaluation is not None:
@@ -180,24 +202,18 @@ class Trainer:
                 uses_average=self._shows_average,
                 watch=self._job,
             )
-        self._skipped_steps_told = 0
-        self._values: dict[str, float] = {}
-        self._values_step = 0
-        self._evaluated: dict[str, float] = {}
-        self._validated: dict[str, float] = {}
-        self._stops = False
-        # What follows a call (log, comparison, evaluation, end of epoch) was cut short and is still to be done.
-        self._is_between_calls = True
-        self._resumed_from: int | None = None
         self._restored: Restored | None = None
         self._is_prepared = self._has_begun = False
-        self.step = 0
-        """Steps made."""
 
     @property
     def plan(self) -> SamplePlan:
         """This rank's share of the samples."""
         return self._plan
+
+    @property
+    def step(self) -> int:
+        """Steps made."""
+        return self._progress.step
 
     @property
     def total_steps(self) -> int:
@@ -231,11 +247,11 @@ class Trainer:
             self._reporter.resumed(self.step, restored.path)
         self._callbacks.train_begins(None if restored is None else restored.state["callbacks"])
         while not self._is_done():
-            if self._is_between_calls:
+            if self._progress.is_between_calls:
                 self._stop_if_asked()
                 self._make_call(feed, clock)
             self._after_call(clock)
-            if self._checkpoint_every and self._is_due(self._checkpoint_every) and not self._is_done():
+            if self._is_due("checkpoint") and not self._is_done():
                 self._save()
         return self._finish(clock)
 
@@ -257,7 +273,11 @@ class Trainer:
         return self._restored
 
     def _is_done(self) -> bool:
-        return self._is_between_calls and (self._stops or self.step == self._total_steps)
+        progress = self._progress
+        return progress.is_between_calls and (progress.is_stopped or progress.step == self._total_steps)
+
+    def _is_due(self, thing: str) -> bool:
+        return self._intervals.is_due(thing, self.step)
 
     def _make_call(self, feed: TrainingFeed, clock: Clock) -> None:
         self._job.beat("training", self.step)
@@ -267,23 +287,26 @@ class Trainer:
         self._train(feed, clock)
         self._profiler.after(self.step)
         if self._callbacks.hear_train_batches:
-            self._stops = self._end_call()
-        self._is_between_calls = False
+            self._progress.is_stopped = self._end_call()
+        self._progress.is_between_calls = False
 
     def _after_call(self, clock: Clock) -> None:
-        self._report(clock, is_last=self._stops)
-        if self._check_every and self._is_due(self._check_every):
+        progress = self._progress
+        if self._is_due("log") or progress.is_stopped:
+            self._report.log(clock)
+        if self._intervals.is_due("histograms", self.step, at_end=False):
+            self._report.histograms()
+        if self._is_due("check"):
             replicas.require_equal_replicas(self.model, self._collectives, self.step)
-        if self._evaluator is not None and (self._is_due(self._eval_every) or self._stops):
-            evaluated = self._evaluator.run(self._callbacks, self.step)
+        if self._evaluator is not None and (self._is_due("eval") or progress.is_stopped):
+            results = self._evaluator.run(self._callbacks, self.step)
             self._stop_if_asked()
-            assert evaluated is not None
-            self._evaluated = evaluated
-            self._validated = {f"val_{name}": value for name, value in self._evaluated.items()}
-            self._reporter.evaluated(self.step, self._evaluated)
-        if self._is_due(self._plan.steps_per_epoch) or self._stops:
-            self._stops = self._end_epoch() or self._stops
-        self._is_between_calls = True
+            assert results is not None
+            progress.evaluation_done(results)
+            self._reporter.evaluated(self.step, results)
+        if self._is_due("epoch") or progress.is_stopped:
+            progress.is_stopped = self._end_epoch() or progress.is_stopped
+        progress.is_between_calls = True
 
     def _stop_if_asked(self) -> None:
         """Every rank comes here at the same places of the run, and they stop at the same one."""
@@ -299,12 +322,12 @@ class Trainer:
         on_every_rank(self._training.check_unchanged, self._collectives)
         self.model.reset_metrics()
         require_sums(self.model)
-        self._validated = {}
+        self._progress.validated = {}
         self._callbacks.epoch_begins(self.step // self._plan.steps_per_epoch)
 
     def _train(self, feed: TrainingFeed, clock: Clock) -> None:
         """Makes one call of one or more steps; of the same length on every rank, whatever it meets."""
-        first, length = self.step, min(self._steps_to_next_event(), self._steps.steps_per_call)
+        first, length = self.step, min(self._intervals.steps_to_next(self.step), self._steps.steps_per_call)
         if self._callbacks.hear_train_batches:
             self._callbacks.train_call_begins(self.step % self._plan.steps_per_epoch)
         clock.start_call()
@@ -313,15 +336,15 @@ class Trainer:
         except tf.errors.OpError as error:
             self._mend(error, feed, first + length)
         clock.end_call(length)
-        self.step = first + length
+        self._progress.step = first + length
         self._shares.made(length)
 
     def _mend(self, error: tf.errors.OpError, feed: TrainingFeed, last_step: int) -> None:
         """Completes a call past samples that cannot be read; the other ranks wait in a reduction meanwhile."""
         while self._steps.steps_made < last_step:
-            self.step = self._steps.steps_made
+            self._progress.step = self._steps.steps_made
             if is_not_finite(error):
-                raise self._watch.error(self.step + 1, self._collectives) from None
+                raise self._gradients.error(self.step + 1, self._collectives) from None
             feed.resume_after(error, self._steps.times.micro_batches)
             try:
                 self._steps.complete(feed.iterator, last_step)
@@ -332,14 +355,8 @@ class Trainer:
         assert self._checkpointer is not None
         self._job.beat("saving", self.step)
         state = {
-            "is_between_calls": self._is_between_calls,
-            "stops": self._stops,
-            "values": self._values,
-            "values_step": self._values_step,
-            "evaluated": self._evaluated,
-            "validated": self._validated,
-            "skipped_steps": self._watch.skipped_steps(),
-            "skipped_steps_told": self._skipped_steps_told,
+            "progress": self._progress.state(),
+            "skipped_steps": self._gradients.skipped_steps(),
             "callbacks": self._callbacks.state(),
         }
         self._checkpointer.save(
@@ -353,13 +370,8 @@ class Trainer:
         if restored is None:
             return None
         on_every_rank(self._training.check_unchanged, self._collectives)
-        self.step = self._resumed_from = restored.step
-        state = restored.state
-        self._is_between_calls, self._stops = state["is_between_calls"], state["stops"]
-        self._values, self._values_step = state["values"], state["values_step"]
-        self._evaluated, self._validated = state["evaluated"], state["validated"]
-        self._skipped_steps_told = state["skipped_steps_told"]
-        self._watch.restore(state["skipped_steps"])
+        self._progress.restore(restored.state["progress"])
+        self._gradients.restore(restored.state["skipped_steps"])
         self._steps.times.restore(self.step)
         self._quota.restore(restored.rank_state or set())
         return restored
@@ -378,49 +390,19 @@ class Trainer:
     def _end_call(self) -> bool:
         """Gives back whether a callback stops the training."""
         last_batch = (self.step - 1) % self._plan.steps_per_epoch
-        values = self._epoch_so_far()
+        values = self._report.epoch_so_far()
         # A ModelCheckpoint may save here; not all Keras versions do at multiples of its interval.
         may_save = bool(self._callbacks.save_intervals)
         with replicas.shared_statistics(self.model, self._collectives) if may_save else nullcontext():
             return self._callbacks.train_call_ends(last_batch, values)
 
-    def _report(self, clock: Clock, *, is_last: bool) -> None:
-        if self._is_due(self._log_every) or is_last:
-            self._quota.total()
-            self._look_for_skipped()
-            self._reporter.progressed(self.step, {**self._epoch_so_far(), **self._gauges(clock)})
-        if self._histograms_every and self.step % self._histograms_every == 0:
-            self._reporter.histograms(self.step, replicas.weights_by_path(self.model), self._watch.copies())
-
-    def _epoch_so_far(self) -> dict[str, float]:
-        """Loss and metrics of the epoch over all ranks, added up once a step."""
-        if self._values_step != self.step:
-            self._values = reduced_results(self.model, self._collectives)
-            self._values_step = self.step
-        return self._values
-
-    def _gauges(self, clock: Clock) -> dict[str, float]:
-        return {
-            "learning_rate": float(leaves(self.model.optimizer)[0].learning_rate),
-            "gradient_norm": self._watch.norm(),
-            **(clock.speed_since_last(self._plan.global_batch_size) if clock.has_timed else {}),
-        }
-
-    def _look_for_skipped(self) -> None:
-        skipped = self._watch.skipped_steps()
-        if skipped > self._skipped_steps_told:
-            self._skipped_steps_told = skipped
-            culprits = described(self._watch.culprits(self._collectives))
-            self._reporter.warned(self.step, f"{skipped} step(s) skipped so far on every rank; the last: {culprits}")
-        require_usable_loss_scale(self.model.optimizer, self.step)
-
     def _end_epoch(self) -> bool:
         """Gives back whether a callback stops the training."""
         epoch = (self.step - 1) // self._plan.steps_per_epoch
-        values = self._epoch_so_far()
+        values = self._report.epoch_so_far()
         average = averaged_weights(self.model.optimizer) if self._shows_average else nullcontext()
         with replicas.shared_statistics(self.model, self._collectives), average:
-            return self._callbacks.epoch_ends(epoch, {**values, **self._validated})
+            return self._callbacks.epoch_ends(epoch, {**values, **self._progress.validated})
 
     def _start(self) -> None:
         arguments = {
@@ -429,13 +411,9 @@ class Trainer:
             "seed": self._plan.seed,
             "accumulate": self._plan.accumulate,
             "remainder": self._plan.remainder,
-            "log_every": self._log_every,
-            "eval_every": self._eval_every,
-            "check_every": self._check_every,
-            "histograms_every": self._histograms_every,
+            **{f"{thing}_every": steps for thing, steps in self._every.items()},
             "steps_per_call": self._steps.steps_per_call,
             "on_nan": self._on_nan,
-            "checkpoint_every": self._checkpoint_every,
             "resume": str(self._resume),
             "callbacks": self._callbacks.names,
             "synchronised BatchNormalization layers": self._num_synchronized,
@@ -449,7 +427,7 @@ class Trainer:
                 self._quota.note_known(source.bad_samples)
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        self._watch.build(self.model.trainable_variables)
+        self._gradients.build(self.model.trainable_variables)
         replicas.require_agreement("model", replicas.structure(self.model), self._collectives)
         replicas.broadcast(self.model, collectives=self._collectives)
 
@@ -464,30 +442,6 @@ class Trainer:
         if not is_distributed(optimizer):
             DistributedOptimizer(optimizer, collectives=self._collectives)
 
-    def _is_due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self._total_steps
-
-    def _steps_to_next_event(self) -> int:
-        """No call runs past a step at which something is to happen."""
-        intervals = [
-            *(self._log_every, self._eval_every, self._plan.steps_per_epoch, self._check_every),
-            *(self._histograms_every, self._checkpoint_every, *self._callbacks.save_intervals),
-        ]
-        marks = [self._total_steps, *self._profiler.marks]
-        return min(
-            *(every - self.step % every for every in intervals if every),
-            *(mark - self.step for mark in marks if mark > self.step),
-        )
-
-    def _speed(self, clock: Clock) -> dict[str, Any]:
-        if not clock.has_timed:
-            return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
-        return {
-            "examples_per_second": self._plan.global_batch_size / clock.seconds_per_step(),
-            "step_ms": clock.step_ms(),
-            **self._shares.summary(1000 * clock.seconds_per_step()),
-        }
-
     def _finish(self, clock: Clock) -> dict[str, Any]:
         self._profiler.close()
         replicas.require_equal_replicas(self.model, self._collectives, self.step)
@@ -496,25 +450,5 @@ class Trainer:
         replicas.share_statistics(self.model, self._collectives)
         if self._shows_average:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
-        self._callbacks.train_ends(self._values)
-        full_epochs, rest = divmod(self.step, self._plan.steps_per_epoch)
-        return {
-            "mode": "sync",
-            "ranks": self._plan.size,
-            "hosts": self._collectives.cross_size,
-            "steps": self.step,
-            "epochs": self.step / self._plan.steps_per_epoch,
-            "samples": full_epochs * self._plan.samples_per_epoch + rest * self._plan.global_batch_size,
-            "loss": self._values.get("loss"),
-            "metrics": {name: value for name, value in self._values.items() if name != "loss"},
-            "eval": self._evaluated,
-            "wall_seconds": clock.wall_seconds(),
-            **self._speed(clock),
-            "bytes_reduced": self.step * gradient_bytes(self.model.optimizer),
-            "skipped_steps": self._watch.skipped_steps() + overflowed_steps(self.model.optimizer, self.step),
-            "bad_samples": self._quota.total(),
-            "compression_error": self._watch.compression_error(),
-            "averaging_rounds": 0,
-            "resumed_from": self._resumed_from,
-            "weights_sha256": replicas.weights_sha256(self.model),
-        }
+        self._callbacks.train_ends(self._progress.values)
+        return self._report.summary(clock, None if self._restored is None else self._restored.step)

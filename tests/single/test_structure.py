@@ -14,7 +14,7 @@ ORDER = [
     *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime"),
     *("failure", "replicas", "optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
     *("gradient_watch", "data", "metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation"),
-    *("tasks", "trainer"),
+    *("progress", "intervals", "training_report", "tasks", "trainer"),
     *("job", "doctor", "cli", "__main__"),
 ]
 

@@ -89,7 +89,7 @@ def test_the_norm_and_the_copies_are_of_the_last_gradient():
     with tf.GradientTape() as tape:
         value = model.loss(Y, model(X))
     gradients = tape.gradient(value, model.trainable_variables)
-    assert trainer._watch.norm() == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
+    assert trainer._gradients.norm() == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
         assert told.gradients[variable.path] == pytest.approx(gradient.numpy(), abs=1e-6)
 
@@ -105,7 +105,7 @@ def test_a_model_can_be_trained_twice():
     for _ in range(2):
         trainer = hvdtrain.Trainer(twice, Arrays(X, Y), batch_size=70, epochs=1, on_nan="skip")
         trainer.fit()
-        trainer._watch.poison = fail
+        trainer._gradients.poison = fail
     hvdtrain.Trainer(once, Arrays(X, Y), batch_size=70, epochs=2).fit()
     for a, b in zip(twice.weights, once.weights, strict=True):
         assert a.numpy() == pytest.approx(b.numpy(), abs=1e-6)

@@ -1,0 +1,78 @@
+"""Signals that ask a job to stop: real processes, without Horovod."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+from made_up_jobs import ThreadCollectives
+
+from hvdtrain.failure import JobWatch
+
+
+def test_sigterm_stops_all_ranks_at_one_step(start):
+    job = start("training", 3)
+    job.wait_for("ready")
+    for _ in range(2):  # As launchers do.
+        job.ranks[1].send_signal(signal.SIGTERM)
+    ranks = job.ended(5)
+    assert [rank.code for rank in ranks] == [75] * 3, ranks
+    assert len({re.search(r"stops at \d+: SIGTERM on rank 1 \(host .+\)", rank.output)[0] for rank in ranks}) == 1
+    assert re.fullmatch(r"hvdtrain: rank 0 \(host .+\): stopped at step \d+; resume to go on\n", ranks[0].errors)
+    assert ranks[1].errors == ranks[2].errors == ""
+
+
+def test_sigterm_is_heard_while_the_main_thread_is_in_c(start):
+    job = start("stopped_in_c")
+    job.wait_for("ready")
+    job.ranks[0].send_signal(signal.SIGTERM)
+    ranks = job.ended(5)
+    assert [(rank.code, rank.errors) for rank in ranks] == [(0, "")] * 2, ranks
+    for rank in ranks:
+        assert "heard of SIGTERM on rank 0" in rank.output
+        assert "stops" in rank.output
+
+
+def test_only_a_later_signal_ends_at_once(start):
+    job = start("stopping_slowly")
+    job.wait_for("ready")
+    job.ranks[0].send_signal(signal.SIGINT)
+    job.wait_for("heard of")
+    job.ranks[0].send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    assert [rank.poll() for rank in job.ranks] == [None, None]
+    job.ranks[0].send_signal(signal.SIGTERM)
+    ranks = job.ended(1)
+    assert [(rank.code, rank.errors) for rank in ranks] == [(75, "")] * 2, ranks
+
+
+def test_signals_are_given_back():
+    def own_handler(number: int, frame: Any) -> None:
+        pass
+
+    descriptors = len(os.listdir("/proc/self/fd"))
+    before = signal.signal(signal.SIGTERM, own_handler)
+    before_int = signal.getsignal(signal.SIGINT)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    wakeup_fd = signal.set_wakeup_fd(writer.fileno())
+    try:
+        with JobWatch(ThreadCollectives(0, [None], threading.Barrier(1))) as watch:
+            assert signal.getsignal(signal.SIGTERM) is not own_handler
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            while not watch.stop_is_coming:
+                time.sleep(0.001)
+        assert signal.getsignal(signal.SIGTERM) is own_handler
+        assert signal.getsignal(signal.SIGINT) is before_int
+        assert signal.set_wakeup_fd(-1) == writer.fileno()
+    finally:
+        signal.set_wakeup_fd(wakeup_fd)
+        signal.signal(signal.SIGTERM, before)
+        reader.close()
+        writer.close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not [thread for thread in threading.enumerate() if thread.name == "hvdtrain-control"]
