@@ -98,8 +98,13 @@ def write(directory: Path, step: int, tensors: Mapping[str, Any], manifest: Mapp
 def _verify(folder: Path, tensors: Mapping[str, Any]) -> None:
     reader = tf.train.load_checkpoint(str(folder / _TENSORS))
     for name, value in tensors.items():
-        if reader.get_tensor(name).tobytes() != np.asarray(value).tobytes():
+        if not np.array_equal(_bytes(reader.get_tensor(name)), _bytes(value)):
             raise OSError(f"what was read back is not what was written: {name} differs")
+
+
+def _bytes(value: Any) -> np.ndarray:
+    # Compared as bytes, a NaN equals itself; as an array, nothing is copied.
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def _sums(folder: Path) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
@@ -44,10 +45,19 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             cwd=cwd,
             env={**os.environ, "PYTHONUNBUFFERED": "1", name: value},
             start_new_session=True,
         )
+        # Read all the time: a job whose output nobody takes stands still.
+        self._output: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._launcher.stdout is not None
+        self._output += self._launcher.stdout
 
     def signal(self, number: signal.Signals) -> None:
         """To the launcher."""
@@ -92,13 +102,14 @@ class Job:
 
     def end(self, timeout_s: float) -> Finished:
         """Waits for its end; a job that outlives the timer is killed whole and fails the test."""
-        try:
-            output, _ = self._launcher.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+        self._reader.join(timeout_s)
+        is_late = self._reader.is_alive()
+        if is_late:
             self.kill()
-            output, _ = self._launcher.communicate()
-            raise AssertionError(f"the job did not end within {timeout_s} s. Its output:\n{_tail(output)}") from None
-        return Finished(self._launcher.returncode, output)
+            self._reader.join()
+        output = "".join(self._output)
+        assert not is_late, f"the job did not end within {timeout_s} s. Its output:\n{_tail(output)}"
+        return Finished(self._launcher.wait(), output)
 
     def kill(self) -> None:
         """Whatever is left of it."""

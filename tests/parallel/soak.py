@@ -18,7 +18,7 @@ from pathlib import Path
 from launcher import ROOT, Job, run_job
 
 STEPS, CHECKPOINT_EVERY = 400, 25
-LONGEST_LIFE_S = 8.5
+LONGEST_LIFE_S = 11.0
 # Large batches, so that a step takes long enough for a run to outlive all kills.
 OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--batch-size", "512"]
 

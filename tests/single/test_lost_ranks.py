@@ -34,6 +34,16 @@ def test_a_killed_rank_ends_the_job_with_one_line(size, lost, start):
     assert re.fullmatch(line, "".join(rank.errors for rank in ranks))
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_lost_rank_has_come_as_far_as_is_known(ahead, start):
+    """What was heard of it may be a second old, or this rank behind it."""
+    job = start(f"rank_{ahead}_is_ahead")
+    job.wait_for("ready")
+    job.ranks[1].kill()
+    (rank,) = job.ended(2, 0)
+    assert re.match(r"hvdtrain: rank 1 \(host .+\) is gone at step 121 ", rank.errors), rank
+
+
 def test_a_stopped_rank_is_named(start):
     job = start("waiting", 3, stall_timeout_s=1.2)
     job.wait_for("ready")

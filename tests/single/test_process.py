@@ -139,3 +139,41 @@ def test_only_the_chatter_is_held_back(capfd):
     with process.without_chatter():
         os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called\nE0000 a real error\n")
     assert capfd.readouterr().err == "E0000 a real error\n"
+
+
+def made_up_process(proc, pid, parent, *arguments, state="S"):
+    folder = proc / str(pid)
+    folder.mkdir()
+    # A name may hold spaces and brackets.
+    (folder / "stat").write_text(f"{pid} (a) b) {state} {parent} 1 1")
+    (folder / "cmdline").write_text("".join(f"{each}\0" for each in arguments))
+
+
+@pytest.mark.parametrize(
+    ("shell", "found"),
+    [
+        (("/bin/sh", "-c", " mpirun --allow-run-as-root -np 2 python train.py"), 40),
+        (("/bin/sh", "-c", "python train.py"), None),
+        (("mpirun", "-np", "2"), None),
+        ((), None),
+    ],
+)
+def test_horovodrun_is_found_above_its_mpirun(shell, found, tmp_path, monkeypatch):
+    made_up_process(tmp_path, 1, 0, "init")
+    made_up_process(tmp_path, 40, 1, *shell)
+    made_up_process(tmp_path, 50, 40, "mpirun", "-np", "2")
+    monkeypatch.setattr(process, "_PROC", tmp_path)
+    monkeypatch.setattr(os, "getppid", lambda: 50)
+    assert process.horovodrun_above() == found
+
+
+def test_processes_that_cannot_be_looked_at_are_no_horovodrun(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_PROC", tmp_path)
+    assert process.horovodrun_above() is None
+
+
+def test_a_process_that_has_ended_does_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_PROC", tmp_path)
+    made_up_process(tmp_path, 7, 1)
+    made_up_process(tmp_path, 8, 1, state="Z")
+    assert [process.is_running(pid) for pid in (7, 8, 9)] == [True, False, False]

@@ -4,23 +4,27 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from typing import Any
 
-from made_up_jobs import ThreadCollectives
+import pytest
+from made_up_jobs import ThreadCollectives, on_threads
 
+from hvdtrain import process
 from hvdtrain.failure import JobWatch
 
 
-def test_sigterm_stops_all_ranks_at_one_step(start):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_stops_all_ranks_at_one_step(name, start):
     job = start("training", 3)
     job.wait_for("ready")
     for _ in range(2):  # As launchers do.
-        job.ranks[1].send_signal(signal.SIGTERM)
+        job.ranks[1].send_signal(signal.Signals[name])
     ranks = job.ended(5)
     assert [rank.code for rank in ranks] == [75] * 3, ranks
-    assert len({re.search(r"stops at \d+: SIGTERM on rank 1 \(host .+\)", rank.output)[0] for rank in ranks}) == 1
+    assert len({re.search(rf"stops at \d+: {name} on rank 1 \(host .+\)", rank.output)[0] for rank in ranks}) == 1
     assert re.fullmatch(r"hvdtrain: rank 0 \(host .+\): stopped at step \d+; resume to go on\n", ranks[0].errors)
     assert ranks[1].errors == ranks[2].errors == ""
 
@@ -47,6 +51,31 @@ def test_only_a_later_signal_ends_at_once(start):
     job.ranks[0].send_signal(signal.SIGTERM)
     ranks = job.ended(1)
     assert [(rank.code, rank.errors) for rank in ranks] == [(75, "")] * 2, ranks
+
+
+def test_the_end_of_horovodrun_stops_the_job(monkeypatch):
+    """Its shell ends at a SIGTERM and hands it on to nobody."""
+    shell = subprocess.Popen(["sleep", "60"])
+    monkeypatch.setattr(process, "horovodrun_above", lambda: shell.pid)
+
+    def run(collectives: ThreadCollectives) -> str | None:
+        with JobWatch(collectives) as watch:
+            assert not watch.check()
+            collectives.barrier()
+            if collectives.rank == 0:
+                shell.terminate()  # Nobody collects it: it stays as a zombie.
+            while not watch.stop_is_coming:
+                time.sleep(0.01)
+            assert watch.check()
+            return watch.stop_reason
+
+    try:
+        reasons = on_threads(2, run)
+        assert re.fullmatch(r"the end of horovodrun, noticed by rank [01] \(host .+\)", str(reasons[0])), reasons
+        assert reasons[0] == reasons[1]
+    finally:
+        shell.kill()
+        shell.wait()
 
 
 def test_signals_are_given_back():

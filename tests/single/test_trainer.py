@@ -1,5 +1,8 @@
 """The trainer on one rank: which step things happen at, what is told, and its small parts by themselves."""
 
+import threading
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -8,9 +11,9 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.collectives import OneProcess
-from hvdtrain.data import Arrays, BadSample
+from hvdtrain.data import Arrays, BadSample, Stream
 from hvdtrain.data.bad_samples import BadSampleQuota
-from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
 from hvdtrain.failure import JobError
 from hvdtrain.loss_scale import require_usable_loss_scale
 from hvdtrain.report import Reporter
@@ -227,3 +230,41 @@ def test_bad_options(options, message):
         hvdtrain.Trainer(make_model(), Arrays(X, Y), batch_size=7, epochs=1, **options)
     with pytest.raises(UsageError, match="1 <= first step <= last step"):
         Profiler(3, 2)
+
+
+def test_a_stop_is_heard_while_a_rank_waits_for_input():
+    """The step that waits is made, and no other: its ranks are in a reduction already."""
+    flows, noted = threading.Event(), {}
+    flows.set()
+
+    def wait(x):
+        assert flows.wait(20)
+        return x
+
+    def blocked(x, y):
+        x = tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), (5,))
+        return x, y
+
+    class Block(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 2:
+                flows.clear()
+                threading.Thread(target=ask_and_release).start()
+
+    def ask_and_release():
+        while noted.get("step") != trainer.step:  # What was read ahead is used up.
+            noted["step"] = trainer.step
+            time.sleep(0.5)
+        watch.request_stop("asked")
+        time.sleep(0.5)
+        noted["heard"], noted["step then"] = watch.stop_is_coming, trainer.step
+        flows.set()
+
+    with hvdtrain.JobWatch() as watch:
+        data = Stream(tf.data.Dataset.from_tensor_slices((X, Y)), transform=blocked)
+        trainer = hvdtrain.Trainer(make_model(), data, batch_size=7, epochs=10, callbacks=[Block()], watch=watch)
+        with pytest.raises(StoppedEarly):
+            trainer.fit()
+    assert noted["heard"]
+    assert noted["step then"] == noted["step"] < 100
+    assert trainer.step == noted["step"] + 1

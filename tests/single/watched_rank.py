@@ -113,6 +113,21 @@ def waiting(watch: JobWatch, collectives: FileCollectives) -> None:
     wait_for_others()
 
 
+def rank_0_is_ahead(watch: JobWatch, collectives: FileCollectives, ahead: int = 0) -> None:
+    """One rank has begun a step more than the other."""
+    watch.beat("training", 120)
+    if collectives.rank == ahead:
+        watch.beat("training", 121)
+    time.sleep(1.2)  # Until rank 0 has heard of it.
+    say("ready")
+    wait_for_others()
+
+
+def rank_1_is_ahead(watch: JobWatch, collectives: FileCollectives) -> None:
+    """The same of the other."""
+    rank_0_is_ahead(watch, collectives, ahead=1)
+
+
 def beating(watch: JobWatch, collectives: FileCollectives) -> None:
     """Ranks that move on for 2 s."""
     say("ready")
