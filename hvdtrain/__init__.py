@@ -7,6 +7,7 @@ from hvdtrain import errors
 
 if TYPE_CHECKING:
     from hvdtrain import data
+    from hvdtrain.averaging import LocalTraining, ParameterAverager
     from hvdtrain.batchnorm import synchronize_batch_normalization
     from hvdtrain.checkpoint import Checkpointer
     from hvdtrain.failure import JobWatch
@@ -22,6 +23,8 @@ __all__ = [
     "Checkpointer",
     "DistributedOptimizer",
     "JobWatch",
+    "LocalTraining",
+    "ParameterAverager",
     "Task",
     "Topology",
     "Trainer",
@@ -35,6 +38,8 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "checkpoint",
     "JobWatch": "failure",
+    "LocalTraining": "averaging",
+    "ParameterAverager": "averaging",
     "DistributedOptimizer": "optimizer",
     "Task": "tasks",
     "Topology": "runtime",

@@ -40,6 +40,15 @@ class Collectives(Protocol):
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Each array summed over ranks; shapes and dtypes must be the same on every rank."""
 
+    def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Each tensor summed over ranks, where it is; on any thread, one call of a name at a time."""
+
+    def of_host(self) -> "Collectives":
+        """Those of the ranks on this rank's host alone; every rank has to call it.
+
+        Horovod has to be started with ``hvdtrain.init(process_groups=True)``.
+        """
+
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         """Overwrites the variables with those of ``root_rank``."""
 
@@ -74,6 +83,8 @@ class HorovodCollectives:
         with process.horovod_start_environment(launcher):
             hvd.init()
         self._hvd = hvd
+        self._among: dict[str, Any] = {}
+        self._compiled_sums: dict[str, Callable[..., Any]] = {}
         if hvd.size() < launcher.size:
             raise UsageError(
                 f"{launcher.name} started {launcher.size} ranks, but MPI connects {hvd.size()}: each would train "
@@ -114,18 +125,48 @@ class HorovodCollectives:
             members = [i for i, array in enumerate(arrays) if str(array.dtype) == dtype]
             flat = np.concatenate([arrays[i].ravel() for i in members])
             if flat.size:
-                flat = self._hvd.allreduce(tf.constant(flat), op=self._hvd.Sum, name=f"hvdtrain_sum_{dtype}").numpy()
+                flat = self._hvd.allreduce(
+                    tf.constant(flat), op=self._hvd.Sum, name=f"hvdtrain_sum_{dtype}", **self._among
+                ).numpy()
             ends = np.cumsum([arrays[i].size for i in members])
             for i, end in zip(members, ends, strict=True):
                 totals[i] = flat[end - arrays[i].size : end].reshape(arrays[i].shape)
         return totals
 
+    def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        if self.size == 1:
+            return list(tensors)
+        # Compiled, for there alone Horovod heeds a name: eager operations all have the same, and two threads that
+        # meet in it fail.
+        if name not in self._compiled_sums:
+            hvd, among = self._hvd, self._among
+
+            def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+                return [hvd.allreduce(each, op=hvd.Sum, name=f"{name}_{i}", **among) for i, each in enumerate(tensors)]
+
+            self._compiled_sums[name] = tf.function(tf.autograph.experimental.do_not_convert(reduce))
+        return self._compiled_sums[name](list(tensors))
+
+    def of_host(self) -> Collectives:
+        if self.local_size == self.size:
+            return self
+        # Where hosts have different numbers of ranks, cross_rank does not tell them apart.
+        host = self.cross_rank if self._hvd.is_homogeneous() else process.host_name()
+        hosts = self.allgather(host)
+        groups = [[rank for rank, each in enumerate(hosts) if each == host] for host in sorted(set(hosts))]
+        # All groups on every rank: Horovod numbers them in the order in which they are made.
+        sets = [self._hvd.add_process_set(group) for group in groups if len(group) > 1]
+        mine = [each for each in sets if self.rank in each.ranks]
+        return HostCollectives(self, mine[0]) if mine else OneProcess(self.rank)
+
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         if self.size > 1 and variables:
-            self._hvd.broadcast_variables(list(variables), root_rank=root_rank)
+            self._hvd.broadcast_variables(list(variables), root_rank=root_rank, **self._among)
 
     def allgather(self, value: Any) -> list[Any]:
-        return [value] if self.size == 1 else self._hvd.allgather_object(value, name="hvdtrain_allgather")
+        return (
+            [value] if self.size == 1 else self._hvd.allgather_object(value, name="hvdtrain_allgather", **self._among)
+        )
 
     def barrier(self) -> None:
         # Horovod's own barrier is not there for TensorFlow.
@@ -151,6 +192,7 @@ class HorovodCollectives:
             compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression],
             op=reduce_op,
             groups=groups,
+            **self._among,
         )
 
         def reduce(gradients: Sequence[Gradient]) -> list[Gradient]:
@@ -159,7 +201,7 @@ class HorovodCollectives:
             for i, gradient in enumerate(gradients):
                 if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense:
                     # Not in a group: Horovod 0.28.1 takes the dense shapes there from the wrong gradients.
-                    reduced[i] = hvd.allreduce(gradient, op=reduce_op)
+                    reduced[i] = hvd.allreduce(gradient, op=reduce_op, **self._among)
                 else:
                     dense.append(i)
             if groups is not None and groups > len(dense):
@@ -187,33 +229,58 @@ class HorovodCollectives:
         def reduce(gradients: Sequence[Gradient]) -> list[Gradient]:
             # One by one: the angle between two ranks' gradients is taken for each variable by itself.
             tensors = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            return [hvd.allreduce(tensor, op=hvd.Adasum, compression=compressor) for tensor in tensors]
+            return [hvd.allreduce(tensor, op=hvd.Adasum, compression=compressor, **self._among) for tensor in tensors]
 
         return reduce
 
     def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
-        hvd, rank, size = self._hvd, self.rank, self.size
+        hvd, rank, size, among = self._hvd, self.rank, self.size, self._among
 
         @tf.custom_gradient
         def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            rows = hvd.allgather(own[tf.newaxis], name=name)
+            rows = hvd.allgather(own[tf.newaxis], name=name, **among)
             rows.set_shape([size, own.shape[0]])
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 # Every rank's loss depends on this rank's row.
-                return hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}_gradient")[rank]
+                return hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}_gradient", **among)[rank]
 
             return rows, gradient
 
         return gather(row)
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
-        flag = self._hvd.allreduce(tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true")
+        flag = self._hvd.allreduce(tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true", **self._among)
         return tf.cast(flag, tf.bool)
 
 
+class HostCollectives(HorovodCollectives):
+    """The same among the ranks of one host."""
+
+    def __init__(self, everywhere: HorovodCollectives, process_set: Any):
+        self._hvd = everywhere._hvd
+        self._among = {"process_set": process_set}
+        self._compiled_sums = {}
+
+    @property
+    def rank(self) -> int:
+        return self.local_rank
+
+    @property
+    def size(self) -> int:
+        return self.local_size
+
+    @property
+    def cross_rank(self) -> int:
+        return 0
+
+    @property
+    def cross_size(self) -> int:
+        return 1
+
+
 class OneProcess:
-    """The collectives of a single process: every operation is the identity."""
+    """The collectives of a single process, or of a rank by itself: every operation is the identity."""
 
     rank = 0
     size = 1
@@ -222,8 +289,17 @@ class OneProcess:
     cross_rank = 0
     cross_size = 1
 
+    def __init__(self, rank: int = 0):
+        self.rank = rank
+
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.array(array) for array in arrays]
+
+    def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        return list(tensors)
+
+    def of_host(self) -> Collectives:
+        return self
 
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         pass

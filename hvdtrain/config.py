@@ -16,6 +16,7 @@ else:
 
 
 WHAT, LEARNING, RANKS, RUNNING = "what to train", "learning", "between ranks", "running"
+LOCAL = "between ranks, with --mode local"
 
 
 def _option(group: str, default: Any, text: str, *, metavar: str = "N", choices: tuple[str, ...] | None = None) -> Any:
@@ -88,12 +89,45 @@ class TrainConfig:
         "compute in half precision; float16 with loss scaling",
         choices=("none", "float16", "bfloat16"),
     )
+    mode: str = _option(
+        RANKS,
+        "sync",
+        "sync: gradients are averaged at every step; local: ranks train alone, and parameters are averaged at times",
+        choices=("sync", "local"),
+    )
     op: str = _option(RANKS, "average", "how gradients of ranks are put together", choices=("average", "sum", "adasum"))
     compression: str = _option(RANKS, "none", "how gradients travel between ranks", choices=("none", "fp16"))
     groups: int | None = _option(RANKS, None, "reduce the gradients in this many messages (default: Horovod's choice)")
     sync_batchnorm: bool = _option(RANKS, False, "batch normalisation over the samples of all ranks")
     accumulate: int = _option(RANKS, 1, "micro-batches per step, with one allreduce for all of them", metavar="K")
     check_every: int = _option(RANKS, 500, "steps between comparisons of all variables over ranks; 0: only at the end")
+    average_every: int = _option(LOCAL, 16, "steps between two averages of the parameters", metavar="H")
+    average_schedule: str = _option(
+        LOCAL, "constant", "adacomm: --average-every shrinks as the loss falls", choices=("constant", "adacomm")
+    )
+    average_slots: str = _option(
+        LOCAL,
+        "keep",
+        "the optimizer's own variables (momentum and the like): of each rank, or averaged",
+        choices=("average", "keep"),
+    )
+    outer: str = _option(
+        LOCAL,
+        "average",
+        "take the average as it is, or as a step of an outer optimizer",
+        choices=("average", "nesterov"),
+    )
+    outer_rate: float = _option(LOCAL, 0.7, "learning rate of --outer nesterov", metavar="X")
+    outer_momentum: float = _option(LOCAL, 0.9, "momentum of --outer nesterov", metavar="X")
+    overlap: bool = _option(LOCAL, False, "average in the background while ranks go on")
+    wait_free: bool = _option(LOCAL, False, "no rank waits for a slower one: it makes more steps meanwhile")
+    local_after: int = _option(LOCAL, 0, "steps in sync mode first")
+    average_across: str = _option(
+        LOCAL,
+        "rank",
+        "host: ranks of a host average their gradients at every step",
+        choices=("rank", "host"),
+    )
     eval_every: int = _option(RUNNING, 0, "steps between evaluations; 0: at the end of each epoch")
     checkpoint_every: int = _option(
         RUNNING, 500, "steps between checkpoints; 0: only at the end, or when asked to stop"
@@ -147,11 +181,12 @@ class TrainConfig:
             "threads",
             "steps_per_call",
             "keep",
+            "average_every",
         ):
             _require(self, name, lambda value: value >= 1, "at least 1")
         for name in (
             *("warmup_steps", "eval_every", "check_every", "histograms_every", "bad_samples", "seed"),
-            *("checkpoint_every", "stall_timeout"),
+            *("checkpoint_every", "stall_timeout", "local_after"),
         ):
             _require(self, name, lambda value: value >= 0, "at least 0")
         for name in ("learning_rate", "clip_norm", "clip_value", "lr_decay_rate"):
@@ -172,7 +207,16 @@ class TrainConfig:
             raise UsageError(
                 f"--steps and --epochs exclude each other. Received: {self.steps} and {self.epochs}. Give one of them."
             )
-
+        if self.mode == "sync":
+            fields = [field for field in dataclasses.fields(self) if field.metadata["group"] == LOCAL]
+            for field in fields:
+                if getattr(self, field.name) != field.default:
+                    raise UsageError(
+                        f"{flag_of(field.name)} is of --mode local. Received: {getattr(self, field.name)!r} in sync "
+                        "mode. Add --mode local, or leave it out."
+                    )
+        elif self.op != "average":
+            raise UsageError(f"--mode local averages. Received: --op {self.op}. Leave --op out.")
         if self.clip_norm is not None and self.clip_value is not None:
             raise UsageError(
                 "--clip-norm and --clip-value exclude each other. Received: "

@@ -1,12 +1,12 @@
 """Loss and metrics over all evaluation samples, shared out over the ranks."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import replicas
 from hvdtrain.callbacks import RankCallbacks
 from hvdtrain.collectives import Collectives
 from hvdtrain.data.feed import EvaluationFeed
@@ -21,6 +21,7 @@ class Evaluator:
 
     Args:
         uses_average: evaluate with the moving average of the weights in the model's place.
+        shared: in which the model is that of all ranks together.
         watch: told that it goes on; an evaluation is cut short where the job is to stop.
     """
 
@@ -32,6 +33,7 @@ class Evaluator:
         collectives: Collectives,
         *,
         uses_average: bool,
+        shared: Callable[[], AbstractContextManager[None]],
         watch: JobWatch,
     ):
         self._model = model
@@ -39,6 +41,7 @@ class Evaluator:
         self._feed = feed
         self._collectives = collectives
         self._uses_average = uses_average
+        self._shared = shared
         self._watch = watch
 
     def run(self, callbacks: RankCallbacks, step: int) -> dict[str, float] | None:
@@ -49,7 +52,7 @@ class Evaluator:
         """
         training_state = [variable.numpy() for variable in self._model.metrics_variables]
         average = averaged_weights(self._model.optimizer) if self._uses_average else nullcontext()
-        with replicas.shared_statistics(self._model, self._collectives), average:
+        with self._shared(), average:
             callbacks.test_begins()
             self._model.reset_metrics()
             require_sums(self._model)

@@ -196,7 +196,9 @@ class GradientWatch:
         own = [] if self._loss_was_finite.numpy() else ["the loss"]
         # A loss that is not finite leaves no gradient finite: it alone is named.
         own = own or [f"the gradient of {self._paths[key]!r}" for key, flag in self._finite.items() if not flag.numpy()]
-        return [Culprit(rank, what) for rank, each in enumerate(collectives.allgather(own)) for what in each]
+        everyone = collectives.allgather(own)
+        ranks = range(len(everyone)) if len(everyone) > 1 else [collectives.rank]
+        return [Culprit(rank, what) for rank, each in zip(ranks, everyone, strict=True) for what in each]
 
     def error(self, step: int, collectives: Collectives) -> NonFiniteError:
         """What to raise where :func:`is_not_finite` holds. Every rank has to call it."""

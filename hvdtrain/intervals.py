@@ -19,14 +19,14 @@ class Intervals:
         self._every = every
         self._intervals = [interval for interval in (*every.values(), *others) if interval]
 
-    def is_due(self, thing: str, step: int, *, at_end: bool = True) -> bool:
-        """Whether it happens after that many steps were made.
+    def is_due(self, thing: str, before: int, step: int, *, at_end: bool = True) -> bool:
+        """Whether it happens at one of the steps after ``before``, up to ``step``.
 
         Args:
             at_end: whether it also happens at the end of the run.
         """
         every = self._every[thing]
-        return every > 0 and (step % every == 0 or (at_end and step == self._total_steps))
+        return every > 0 and (step // every > before // every or (at_end and step == self._total_steps))
 
     def steps_to_next(self, step: int) -> int:
         """How many steps can be made before anything happens."""

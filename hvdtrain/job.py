@@ -8,8 +8,9 @@ from typing import Any
 import keras
 
 from hvdtrain import process, replicas, runtime
+from hvdtrain.averaging import LocalTraining
 from hvdtrain.checkpoint import RESUME, Checkpointer
-from hvdtrain.config import TrainConfig, flag_of
+from hvdtrain.config import LEARNING, LOCAL, RANKS, WHAT, TrainConfig, flag_of
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.failure import JobWatch, end_job, exit_code_of, on_every_rank, on_first_rank
 from hvdtrain.optimizer import DistributedOptimizer
@@ -25,7 +26,7 @@ from hvdtrain.trainer import Trainer
 # May differ between ranks: folders and cores are a host's own.
 _OWN_TO_A_RANK = ("data_dir", "run_dir", "threads", "timeline")
 # Decide what a run comes to. The others may be changed where one goes on.
-_DECIDING = ("what to train", "learning", "between ranks")
+_DECIDING = (WHAT, LEARNING, RANKS, LOCAL)
 
 
 def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
@@ -47,6 +48,7 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
             threads=config.threads if config else None,
             deterministic=config.deterministic if config else False,
             timeline=config.timeline if config else None,
+            process_groups=config is not None and config.average_across == "host",
         )
         collectives = runtime.current().collectives
         asked = on_every_rank(lambda: _accepted(config, refused), collectives)
@@ -252,7 +254,32 @@ def _make_trainer(
         resume=config.resume,
         watch=watch,
         identity={"task": config.task},
+        local=_local_training(config),
     )
+
+
+def _local_training(config: TrainConfig) -> LocalTraining | None:
+    if config.mode == "sync":
+        return None
+    return LocalTraining(
+        every=config.average_every,
+        schedule=config.average_schedule,
+        slots=config.average_slots,
+        outer=config.outer,
+        outer_rate=config.outer_rate,
+        outer_momentum=config.outer_momentum,
+        overlap=config.overlap,
+        wait_free=config.wait_free,
+        after=config.local_after,
+        across=config.average_across,
+    )
+
+
+def _mode(config: TrainConfig) -> str:
+    if config.mode == "sync":
+        return "sync: gradients averaged at every step"
+    first = f", after {config.local_after} steps in sync mode" if config.local_after else ""
+    return f"local: parameters averaged every {config.average_every} steps{first}"
 
 
 def _facts(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
@@ -263,6 +290,7 @@ def _facts(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
         f"{topology.threads} thread(s) each, rank 0 on {topology.device}",
         "global batch": f"{trainer.plan.global_batch_size} samples, {trainer.plan.steps_per_epoch} steps an epoch, "
         f"{trainer.total_steps} steps in all",
+        "mode": _mode(config),
         "learning rate": f"{peak_learning_rate(config):g} ({config.optimizer}, decay {config.lr_decay}, "
         f"warm-up {config.warmup_steps} steps)",
     }

@@ -42,5 +42,22 @@ def require_sums(model: keras.Model) -> None:
                 )
 
 
+class LossSince:
+    """Adds up what a model's own loss was over the steps since it was last asked, on this rank alone."""
+
+    def __init__(self, model: keras.Model):
+        self._tracker = model._loss_tracker
+        self._total = self._count = 0.0
+
+    def mean(self) -> float:
+        """The mean; 0 where there was no step."""
+        total, count = float(self._tracker.total.numpy()), float(self._tracker.count.numpy())
+        if count < self._count:  # An epoch has begun, and the tracker anew.
+            self._total = self._count = 0.0
+        samples, losses = count - self._count, total - self._total
+        self._total, self._count = total, count
+        return losses / samples if samples else 0.0
+
+
 def _scalars(results: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in results.items() if keras.ops.ndim(value) == 0}

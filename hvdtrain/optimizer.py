@@ -25,6 +25,8 @@ class _Distribution:
     reduce: GradientReducer
     op: str
     compression: str
+    groups: int | None
+    sparse_as_dense: bool
     observer: Observer | None = None
     applies: tf.Variable | None = None
     """Where there is one, updates are made only while it is true."""
@@ -71,11 +73,28 @@ def DistributedOptimizer(
         raise UsageError(f"{optimizer.name} is distributed already; wrap an optimizer once.")
     collectives = collectives or runtime.current().collectives
     for leaf in leaves(optimizer):
-        reduce = collectives.gradient_reducer(
-            name=leaf.name, op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense
-        )
-        _distribute(leaf, _Distribution(collectives, reduce, op, compression))
+        distribution = _Distribution(collectives, list, op, compression, groups, sparse_as_dense)
+        distribution.reduce = _reducer(leaf, distribution)
+        _distribute(leaf, distribution)
     return optimizer
+
+
+def reduce_among(optimizer: keras.optimizers.Optimizer, collectives: Collectives) -> None:
+    """Has a distributed optimizer average among other ranks from now on; what is compiled has to be compiled anew."""
+    for leaf in leaves(optimizer):
+        distribution = getattr(leaf, _ATTRIBUTE)
+        distribution.collectives = collectives
+        distribution.reduce = _reducer(leaf, distribution)
+
+
+def _reducer(leaf: keras.optimizers.Optimizer, distribution: _Distribution) -> GradientReducer:
+    return distribution.collectives.gradient_reducer(
+        name=leaf.name,
+        op=distribution.op,
+        compression=distribution.compression,
+        groups=distribution.groups,
+        sparse_as_dense=distribution.sparse_as_dense,
+    )
 
 
 def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -99,7 +118,7 @@ def leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optim
 
 
 def distribution_of(optimizer: keras.optimizers.Optimizer) -> Any:
-    """How a distributed optimizer reduces: ``op``, ``compression``, ``observer``, ``applies``."""
+    """How a distributed optimizer reduces: ``collectives``, ``op``, ``compression``, ``observer``, ``applies``."""
     return getattr(leaves(optimizer)[0], _ATTRIBUTE)
 
 

@@ -108,6 +108,11 @@ def settings() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def allow_process_groups() -> None:
+    """Lets groups of ranks be made after Horovod has started, at the cost of a look in each of its cycles."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+
 def fix_fusion() -> None:
     """Keeps Horovod from choosing by timing which tensors share a buffer.
 

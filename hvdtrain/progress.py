@@ -11,6 +11,14 @@ class Progress:
 
     step: int = 0
     """Steps made."""
+    reduced_steps: int = 0
+    """Those of which gradients were averaged."""
+    previous_step: int = 0
+    """Those before the last call."""
+    epoch: int = 0
+    """The epoch that has begun last."""
+    is_in_epoch: bool = False
+    """False before the first step of an epoch."""
     is_between_calls: bool = True
     """False while what follows a call (log, comparison, evaluation, end of an epoch) is still to be done."""
     is_stopped: bool = False

@@ -114,11 +114,18 @@ def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple
     Returns:
         The weights that were averaged, each with the value that was this rank's own.
     """
-    if collectives.size == 1:
-        return []
     weights = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
-    split = differing(weights, collectives)
-    moving = [variable for variable in weights if id(variable) in split]
+    return share(weights, collectives)
+
+
+def share(variables: Sequence[keras.Variable], collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:
+    """Gives float variables that differ between ranks their mean; every rank has to call it.
+
+    Returns:
+        Those that did, each with the value that was this rank's own.
+    """
+    split = differing(variables, collectives) if collectives.size > 1 else set()
+    moving = [variable for variable in variables if id(variable) in split]
     own = [variable.numpy() for variable in moving]
     for variable, total in zip(moving, collectives.sum(own), strict=True):
         variable.assign(total / collectives.size)
@@ -132,7 +139,13 @@ def shared_statistics(model: keras.Model, collectives: Collectives) -> Iterator[
     Were they left averaged, a run's last bits would depend on when somebody has looked at it. What a
     callback has put there meanwhile stays.
     """
-    own = share_statistics(model, collectives)
+    with returned(share_statistics(model, collectives)):
+        yield
+
+
+@contextmanager
+def returned(own: Sequence[tuple[keras.Variable, np.ndarray]]) -> Iterator[None]:
+    """Variables that were shared have the values that were this rank's own again after, unless others were put in."""
     shared = [variable.numpy() for variable, _ in own]
     yield
     for (variable, value), before in zip(own, shared, strict=True):
@@ -150,13 +163,15 @@ def _digest(variable: keras.Variable) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(variable.numpy()).tobytes()).digest()
 
 
-def require_equal_replicas(model: keras.Model, collectives: Collectives, step: int) -> None:
+def require_equal_replicas(
+    model: keras.Model, collectives: Collectives, step: int, *, weights_only: bool = False
+) -> None:
     """Compares all weights and optimizer variables over ranks; every rank has to call it.
 
     Raises:
         DivergenceError: on every rank, naming the rank and the variable that differ.
     """
-    variables = [*model.weights, *model.optimizer.variables]
+    variables = [*model.weights, *([] if weights_only else model.optimizer.variables)]
     with shared_statistics(model, collectives):
         digests = collectives.allgather([_digest(variable) for variable in variables])
     for i, variable in enumerate(variables):

@@ -43,6 +43,7 @@ def init(
     threads: int | None = None,
     deterministic: bool = False,
     timeline: str | None = None,
+    process_groups: bool = False,
 ) -> Topology:
     """Starts Horovod and gives this rank its GPU, its share of the cores and its seeds.
 
@@ -53,19 +54,20 @@ def init(
         threads: compute threads of this rank; None: a fair share of the host's cores.
         deterministic: bit-equal runs, at the cost of speed.
         timeline: a file in which rank 0 has Horovod trace every reduction, for chrome://tracing.
+        process_groups: whether ranks of one host are to average among themselves.
 
     Raises:
         UsageError: the launcher started more ranks than MPI connects, or Keras runs on another backend.
     """
     global _runtime
     if _runtime is None:
-        _runtime = _start(threads, deterministic, timeline)
+        _runtime = _start(threads, deterministic, timeline, process_groups)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return _runtime.topology
 
 
-def _start(threads: int | None, deterministic: bool, timeline: str | None) -> Runtime:
+def _start(threads: int | None, deterministic: bool, timeline: str | None, process_groups: bool) -> Runtime:
     process.prepare_environment()
     if keras.backend.backend() != "tensorflow":
         raise UsageError(
@@ -75,6 +77,8 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None) -> Ru
     if deterministic:
         process.fix_fusion()
         tf.config.experimental.enable_op_determinism()
+    if process_groups:
+        process.allow_process_groups()
     if timeline is not None:
         process.trace_reductions(timeline)
     launcher = process.find_launcher()

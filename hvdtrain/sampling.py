@@ -115,6 +115,17 @@ class SamplePlan:
             order, (start,), (count,), _ = leave_out(excluded, order, np.array([start]), np.array([count]), np.ones(1))
         return order[start : start + count]
 
+    def own_samples(self, first_step: int, steps: int) -> int:
+        """How many samples this rank has in these steps, counted across epochs."""
+        last = self.steps_per_epoch - 1
+        total = 0
+        for step in range(first_step, first_step + steps):
+            if step % self.steps_per_epoch < last or self.remainder == "drop":
+                total += self.batch_size * self.accumulate
+            else:
+                total += sum(part.count for part in self.slices(last) if part.weight)
+        return total
+
     def slices(self, step: int) -> list[Slice]:
         """This rank's micro-batches in a step of an epoch, one :class:`Slice` each."""
         first = step * self.global_batch_size

@@ -67,7 +67,7 @@ class CompiledSteps:
         # One compiled function for calls of every length: Horovod names what it reduces after the graph,
         # and a rank that completes a call which an error broke off has to meet the others in theirs.
         self._is_single = steps_per_call * accumulate == 1
-        self._run = self._compiled(self._run_one if self._is_single else self._run_several)
+        self._compile()
 
     @property
     def steps_made(self) -> int:
@@ -77,6 +77,14 @@ class CompiledSteps:
     def part_weight(self) -> tf.Tensor | None:
         """While a step is traced: what this rank's micro-batch counts for; None where all count the same."""
         return self._part_weight
+
+    def _compile(self) -> None:
+        self._run = self._compiled(self._run_one if self._is_single else self._run_several)
+
+    def train_alone(self) -> None:
+        """From now on a rank's samples count the same in its steps, however many the other ranks have."""
+        self._loss_sums = True
+        self._compile()
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self._model.run_eagerly:

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain import replicas
+from hvdtrain.averaging import ParameterAverager
 from hvdtrain.collectives import Collectives
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.gradient_watch import GradientWatch, described
@@ -31,7 +32,8 @@ class TrainingReport:
         reporter: Reporter,
         gradients: GradientWatch,
         quota: BadSampleQuota,
-        shares: TimeShares,
+        shares: TimeShares | None,
+        averager: ParameterAverager | None,
     ):
         self._model = model
         self._plan = plan
@@ -41,6 +43,7 @@ class TrainingReport:
         self._gradients = gradients
         self._quota = quota
         self._shares = shares
+        self._averager = averager
 
     def epoch_so_far(self) -> dict[str, float]:
         """Loss and metrics of the epoch over all ranks, added up once a step."""
@@ -72,12 +75,14 @@ class TrainingReport:
 
     def _look_for_skipped(self) -> None:
         skipped, progress = self._gradients.skipped_steps(), self._progress
+        if self._averager is not None and self._gradients.applies is not None:
+            # Each rank skips for itself, and all have to come to the same question.
+            skipped = sum(self._collectives.allgather(skipped))
         if skipped > progress.skipped_steps_told:
             progress.skipped_steps_told = skipped
             culprits = described(self._gradients.culprits(self._collectives))
-            self._reporter.warned(
-                progress.step, f"{skipped} step(s) skipped so far on every rank; the last: {culprits}"
-            )
+            where = "on every rank" if self._averager is None else "over all ranks"
+            self._reporter.warned(progress.step, f"{skipped} step(s) skipped so far {where}; the last: {culprits}")
         require_usable_loss_scale(self._model.optimizer, progress.step)
 
     def summary(self, clock: Clock, resumed_from: int | None) -> dict[str, Any]:
@@ -85,7 +90,7 @@ class TrainingReport:
         plan, progress = self._plan, self._progress
         full_epochs, rest = divmod(progress.step, plan.steps_per_epoch)
         return {
-            "mode": "sync",
+            "mode": "sync" if self._averager is None else "local",
             "ranks": plan.size,
             "hosts": self._collectives.cross_size,
             "steps": progress.step,
@@ -96,20 +101,28 @@ class TrainingReport:
             "eval": progress.evaluated,
             "wall_seconds": clock.wall_seconds(),
             **self._speed(clock),
-            "bytes_reduced": progress.step * gradient_bytes(self._model.optimizer),
+            "bytes_reduced": self._bytes_reduced(),
             "skipped_steps": self._gradients.skipped_steps() + overflowed_steps(self._model.optimizer, progress.step),
             "bad_samples": self._quota.total(),
             "compression_error": self._gradients.compression_error(),
             "averaging_rounds": 0,
+            **({} if self._averager is None else self._averager.summary()),
             "resumed_from": resumed_from,
             "weights_sha256": replicas.weights_sha256(self._model),
         }
 
+    def _bytes_reduced(self) -> int:
+        averaged = 0 if self._averager is None else self._averager.bytes_reduced
+        return averaged + self._progress.reduced_steps * gradient_bytes(self._model.optimizer)
+
     def _speed(self, clock: Clock) -> dict[str, Any]:
         if not clock.has_timed:
             return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
+        shares = {"communication_fraction": None}
+        if self._shares is not None:
+            shares = self._shares.summary(1000 * clock.seconds_per_step())
         return {
             "examples_per_second": self._plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),
-            **self._shares.summary(1000 * clock.seconds_per_step()),
+            **shares,
         }

@@ -11,7 +11,7 @@ import numpy as np
 from hvdtrain import process, runtime
 from hvdtrain.checkpoint import folders, random_state, tree
 from hvdtrain.checkpoint.background import BackgroundWriter
-from hvdtrain.checkpoint.model_state import ModelState
+from hvdtrain.checkpoint.model_state import Averaged, ModelState
 from hvdtrain.collectives import Collectives
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.failure import on_every_rank, on_first_rank, tell
@@ -80,6 +80,7 @@ class Checkpointer:
         state: Any = None,
         rank_state: Any = None,
         identity: Mapping[str, Any] | None = None,
+        averaged: Averaged | None = None,
         wait: bool = False,
     ) -> None:
         """Saves; every rank has to call it, at the same step.
@@ -88,6 +89,8 @@ class Checkpointer:
             state, rank_state: what else to keep, of rank 0 and of each rank: numbers, texts, arrays, and
                 lists, tuples, sets and dicts of these.
             identity: what a run must have in common with this one to go on from it.
+            averaged: where ranks train alone, in which the model is that of all of them: so it is saved for whoever
+                reads it, and each rank's own besides.
             wait: until it is on disk.
 
         Raises:
@@ -95,7 +98,7 @@ class Checkpointer:
                 or at all with ``wait``.
         """
         self._require_few_failures(_ALLOWED_FAILURES)
-        description, tensors = self._model_state.capture()
+        description, tensors = self._model_state.capture(averaged)
         rank_states = self._collectives.allgather({"random": random_state.capture(), "state": rank_state})
         if self._collectives.rank == 0:
             arrays: dict[str, np.ndarray] = {}

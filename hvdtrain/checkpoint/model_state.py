@@ -2,8 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -14,28 +15,35 @@ from hvdtrain.errors import DataError
 from hvdtrain.optimizer import leaves
 from hvdtrain.replicas import differing, own_random_stream, random_streams
 
+Averaged: TypeAlias = Callable[[], AbstractContextManager[None]]
+
 _NUMBER = re.compile(r"_\d+(?=[_/.]|$)")
 
 
 class ModelState:
     """Reads and writes the state of a model and its optimizer.
 
-    Replicas have equal weights and optimizers. A rank's own are the states of its seed generators, the
-    sums of its metrics, and weights that are updated outside of the gradients (BatchNorm's moving
-    statistics), which are averaged only when somebody looks at them.
+    Replicas have equal weights and optimizers, unless ranks train alone. A rank's own are the states of its
+    seed generators, the sums of its metrics, and weights that are updated outside of the gradients
+    (BatchNorm's moving statistics), which are averaged only when somebody looks at them.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
         self._model = model
         self._collectives = collectives
 
-    def capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def capture(self, averaged: Averaged | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """A description, and tensors by name. Every rank has to call it.
+
+        Args:
+            averaged: in which the model is that of all ranks, where they train alone: its weights are kept for
+                whoever reads them, and each rank's own besides.
 
         The tensors share the variables' memory until training changes those, so that capturing copies nothing.
         """
         shared = self._shared()
-        split = differing(self._model.non_trainable_weights, self._collectives)
+        candidates = list(shared.values()) if averaged else self._model.non_trainable_weights
+        split = differing(candidates, self._collectives)
         own = {
             "metrics": self._metrics(),
             "random": self._random(),
@@ -43,9 +51,10 @@ class ModelState:
         }
         values = {name: variable.numpy() for group in own.values() for name, variable in group.items()}
         by_rank = self._collectives.allgather(values)
-        tensors = {name: _on_host(variable) for name, variable in shared.items()}
+        with averaged() if averaged else nullcontext():
+            tensors = {name: _on_host(variable) for name, variable in shared.items()}
         for name, variable in own["weights"].items():
-            if keras.backend.is_float_dtype(variable.dtype):
+            if keras.backend.is_float_dtype(variable.dtype) and not (averaged and name.startswith("model/")):
                 tensors[name] = tf.constant(sum(each[name] for each in by_rank) / self._collectives.size)
         for rank, each in enumerate(by_rank):
             tensors |= {f"rank{rank}/{name}": value for name, value in each.items()}

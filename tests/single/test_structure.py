@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 # Each module may import those before it.
 ORDER = [
     *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime"),
-    *("failure", "replicas", "optimizer", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
+    *("failure", "replicas", "optimizer", "averaging", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
     *("gradient_watch", "data", "metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation"),
     *("progress", "intervals", "training_report", "tasks", "trainer"),
     *("job", "doctor", "cli", "__main__"),
