@@ -14,7 +14,15 @@ class UsageError(HvdtrainError, ValueError):
 
 
 class NonFiniteError(HvdtrainError):
-    """A loss or a gradient is NaN or infinite. Exit code 1."""
+    """A loss or a gradient is NaN or infinite. Exit code 1.
+
+    Args:
+        rank: the one that alone meets it; None: every rank does.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None):
+        super().__init__(message)
+        self.rank = rank
 
 
 class DataError(HvdtrainError):

@@ -205,7 +205,8 @@ class GradientWatch:
         return NonFiniteError(
             f"loss and gradients must be finite. At step {step}: {described(self.culprits(collectives))}. Nothing was "
             "updated by this step. Lower the learning rate, clip gradients (--clip-norm), look at the samples of this "
-            "step, or go on without such steps with --on-nan skip."
+            "step, or go on without such steps with --on-nan skip.",
+            rank=collectives.rank if collectives.size == 1 else None,
         )
 
 

@@ -15,8 +15,11 @@ def overflowed_steps(optimizer: keras.optimizers.Optimizer, micro_batches: int) 
     return micro_batches - int(leaves(optimizer)[0]._iterations.numpy())
 
 
-def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int) -> None:
-    """Tells a NaN from an overflow: no overflow is left at so small a scale. The same on every rank.
+def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int, *, rank: int | None = None) -> None:
+    """Tells a NaN from an overflow: no overflow is left at so small a scale.
+
+    Args:
+        rank: whose scale it is; None: the same on every rank.
 
     Raises:
         NonFiniteError: the scale was halved again and again.
@@ -27,5 +30,6 @@ def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int) 
             raise NonFiniteError(
                 f"loss and gradients must be finite. At step {step} the loss scale has fallen to {scale:g}: the loss "
                 "itself is not finite, or a gradient is at any scale. Lower the learning rate, clip gradients "
-                "(--clip-norm), or use --mixed-precision bfloat16."
+                "(--clip-norm), or use --mixed-precision bfloat16.",
+                rank=rank,
             )

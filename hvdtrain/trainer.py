@@ -1,29 +1,28 @@
 """The training loop: the order of things; how they are done stands elsewhere."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdtrain import process, replicas, runtime
-from hvdtrain.averaging import LocalTraining, ParameterAverager
+from hvdtrain.averaging import LocalTraining
 from hvdtrain.batchnorm import synchronize_batch_normalization
 from hvdtrain.callbacks import RankCallbacks
 from hvdtrain.checkpoint import Checkpointer, Restored
-from hvdtrain.collectives import Collectives, OneProcess
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feed import EvaluationFeed, TrainingFeed
 from hvdtrain.errors import StoppedEarly, UsageError
 from hvdtrain.evaluation import Evaluator
 from hvdtrain.failure import JobWatch, on_every_rank
-from hvdtrain.gradient_watch import GradientWatch, is_not_finite
+from hvdtrain.gradient_watch import GradientWatch
 from hvdtrain.intervals import Intervals
 from hvdtrain.losses import sums_over_batch
-from hvdtrain.metrics import LossSince, require_sums
-from hvdtrain.optimizer import DistributedOptimizer, distribution_of, is_distributed, leaves, reduce_among
+from hvdtrain.metrics import require_sums
+from hvdtrain.modes import LocalMode, SyncMode, TrainingCalls
+from hvdtrain.optimizer import DistributedOptimizer, distribution_of, is_distributed, leaves
 from hvdtrain.progress import Progress
 from hvdtrain.report import Reporter
 from hvdtrain.sampling import SamplePlan
@@ -127,6 +126,7 @@ class Trainer:
         self._total_steps = steps if steps is not None else (epochs or 0) * self._plan.steps_per_epoch
         self.model = model
         self._local = local
+        self._require_what_local_training_needs(accumulate)
         self._prepare_optimizer(accumulate)
         op = distribution_of(model.optimizer).op
         loss_sums = sums_over_batch(model, op, training.has_sample_weights, accumulate)
@@ -159,23 +159,18 @@ class Trainer:
             loss_sums=loss_sums,
             skips_non_finite=on_nan == "skip" or isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer),
         )
-        self._averager = self._make_averager(accumulate)
-        self._losses = LossSince(model) if local is not None and local.schedule == "adacomm" else None
         self._num_synchronized = synchronize_batch_normalization(
             model, all_layers=sync_batchnorm, collectives=self._collectives, part_weight=self._steps.part_weight
         )
-        if local is not None and self._num_synchronized:
-            raise UsageError(
-                "BatchNormalization over all ranks needs them in step, which local training has not. Received: "
-                f"{self._num_synchronized} synchronised layer(s). Leave --sync-batchnorm and synchronized=True out."
-            )
         self._shows_average = keeps_average(model.optimizer) and not self._callbacks.swap_averaged_weights
         self._quota = BadSampleQuota(bad_samples, self._collectives)
         self._feed = TrainingFeed(training, self._plan, self._quota)
         self._reporter = reporter or Reporter()
         self._profiler = profiler or Profiler()
-        self._shares = TimeShares(times, self._collectives, process.host_name())
+        self._job = watch or JobWatch(self._collectives)
         self._progress = Progress()
+        shares = TimeShares(times, self._collectives, process.host_name())
+        self._mode = self._make_mode(shares)
         self._report = TrainingReport(
             model,
             self._plan,
@@ -184,8 +179,8 @@ class Trainer:
             reporter=self._reporter,
             gradients=self._gradients,
             quota=self._quota,
-            shares=None if self._is_wait_free else self._shares,
-            averager=self._averager,
+            shares=None if local is not None and local.wait_free else shares,
+            averager=self._mode.averager,
         )
         self._checkpointer = checkpointer
         self._resume = resume
@@ -199,12 +194,11 @@ class Trainer:
         }
         self._intervals = Intervals(
             self._total_steps,
-            marks=[*self._profiler.marks, *([] if local is None else [local.after])],
+            marks=[*self._profiler.marks, *self._mode.marks],
             others=self._callbacks.save_intervals,
             epoch=self._plan.steps_per_epoch,
             **self._every,
         )
-        self._job = watch or JobWatch(self._collectives)
         self._evaluator: Evaluator | None = None
         if evaluation is not None:
             place = (self._collectives.rank, self._collectives.size)
@@ -214,7 +208,7 @@ class Trainer:
                 EvaluationFeed(evaluation, batch_size, *place, self._quota),
                 self._collectives,
                 uses_average=self._shows_average,
-                shared=self._shared,
+                shared=self._mode.shared,
                 watch=self._job,
             )
         self._restored: Restored | None = None
@@ -264,7 +258,7 @@ class Trainer:
         while not self._is_done():
             if self._progress.is_between_calls:
                 self._stop_if_asked()
-                self._make_call(feed, clock)
+                self._make_call(clock)
             self._after_call(clock)
             if self._is_due("checkpoint") and not self._is_done():
                 self._save()
@@ -284,8 +278,7 @@ class Trainer:
             self._start()
             self._steps.build(self._feed.element_spec)
             self._restored = None if self._checkpointer is None else self._restore(self._checkpointer)
-            if self._trains_alone:
-                self._part()
+            self._mode.begin()
             self._is_prepared = True
         return self._restored
 
@@ -296,15 +289,7 @@ class Trainer:
     def _is_due(self, thing: str, *, at_end: bool = True) -> bool:
         return self._intervals.is_due(thing, self._progress.previous_step, self.step, at_end=at_end)
 
-    @property
-    def _is_wait_free(self) -> bool:
-        return self._local is not None and self._local.wait_free
-
-    @property
-    def _trains_alone(self) -> bool:
-        return self._local is not None and self.step >= self._local.after
-
-    def _make_call(self, feed: TrainingFeed, clock: Clock) -> None:
+    def _make_call(self, clock: Clock) -> None:
         progress = self._progress
         progress.previous_step = self.step
         if not progress.is_in_epoch:
@@ -313,10 +298,7 @@ class Trainer:
         if self._callbacks.hear_train_batches:
             self._callbacks.train_call_begins(self.step % self._plan.steps_per_epoch)
         clock.start_call()
-        if self._trains_alone and self._is_wait_free:
-            self._make_round(feed)
-        else:
-            self._make_steps(feed)
+        self._mode.make_call(self._intervals.steps_to_next(self.step))
         clock.end_call(max(1, self.step - progress.previous_step))
         self._profiler.after(self.step)
         if self._callbacks.hear_train_batches:
@@ -330,7 +312,7 @@ class Trainer:
         if self._is_due("histograms", at_end=False):
             self._report.histograms()
         if self._is_due("check"):
-            self._compare_replicas()
+            self._mode.compare_replicas()
         if self._evaluator is not None and (self._is_due("eval") or progress.is_stopped):
             results = self._evaluator.run(self._callbacks, self.step)
             self._stop_if_asked()
@@ -360,89 +342,6 @@ class Trainer:
         self._progress.is_in_epoch = True
         self._callbacks.epoch_begins(self._progress.epoch)
 
-    def _make_steps(self, feed: TrainingFeed) -> None:
-        """Makes one call of one or more steps; of the same length on every rank, whatever it meets."""
-        length = min(self._intervals.steps_to_next(self.step), self._steps.steps_per_call)
-        if self._trains_alone and self._averager is not None:
-            length = min(length, self._averager.steps_to_round_end)
-        self._train(feed, length)
-        self._progress.step += length
-        self._shares.made(length)
-        if self._local is None or self.step <= self._local.after:
-            self._progress.reduced_steps += length
-        else:
-            self._average(length)
-        if self._local is not None and self._local.after and self.step == self._local.after:
-            self._part()
-
-    def _make_round(self, feed: TrainingFeed) -> None:
-        """Makes steps until every rank has made its own; as many as there is time for."""
-        assert self._local is not None
-        assert self._averager is not None
-        while True:
-            length = min(self._steps.steps_per_call, self._averager.steps_to_round_end)
-            self._train(feed, length)
-            if self._average(length):
-                break
-        made = self._averager.total_steps // self._collectives.size
-        self._progress.step = min(self._total_steps, max(self.step, self._local.after + made))
-        for leaf in leaves(self.model.optimizer):
-            # A schedule of the learning rate goes by how far the run has come, not by how fast this rank is.
-            leaf._iterations.assign(self.step)
-
-    def _train(self, feed: TrainingFeed, length: int) -> None:
-        self._job.beat("training", self.step)
-        last_step = self._steps.steps_made + length
-        try:
-            self._steps.train(feed.iterator, length)
-        except tf.errors.OpError as error:
-            self._mend(error, feed, last_step)
-
-    def _average(self, steps: int) -> bool:
-        """Tells the averager of steps; gives back whether a round has ended."""
-        assert self._averager is not None
-        samples = self._plan.own_samples(self._steps.steps_made - steps, steps)
-        loss = 0.0 if self._losses is None else steps * self._losses.mean()
-        return self._averager.step(samples, steps=steps, loss=loss, stop=self._job.stop_is_coming)
-
-    def _part(self) -> None:
-        """From here on each rank trains alone."""
-        assert self._averager is not None
-        reduce_among(self.model.optimizer, self._among())
-        self._averager.start()
-        self._steps.train_alone()
-
-    def _among(self) -> Collectives:
-        """The ranks whose gradients are averaged at each step where ranks train alone."""
-        assert self._local is not None
-        if self._local.across == "host":
-            return self._collectives.of_host()
-        return OneProcess(self._collectives.rank)
-
-    def _shared(self) -> AbstractContextManager[None]:
-        """In it the model is that of all ranks together."""
-        if self._averager is not None and self._trains_alone:
-            return self._averager.averaged()
-        return replicas.shared_statistics(self.model, self._collectives)
-
-    def _compare_replicas(self) -> None:
-        if self._averager is None or not self._trains_alone:
-            replicas.require_equal_replicas(self.model, self._collectives, self.step)
-        elif self._averager.is_level:
-            replicas.require_equal_replicas(self.model, self._collectives, self.step, weights_only=True)
-
-    def _mend(self, error: tf.errors.OpError, feed: TrainingFeed, last_step: int) -> None:
-        """Completes a call past samples that cannot be read; the other ranks wait in a reduction meanwhile."""
-        while self._steps.steps_made < last_step:
-            if is_not_finite(error):
-                among = distribution_of(self.model.optimizer).collectives
-                raise self._gradients.error(self._steps.steps_made + 1, among) from None
-            feed.resume_after(error, self._steps.times.micro_batches)
-            try:
-                self._steps.complete(feed.iterator, last_step)
-            except tf.errors.OpError as another:
-                error = another
-
     def _save(self, wait: bool = False) -> None:
         assert self._checkpointer is not None
         self._job.beat("saving", self.step)
@@ -450,17 +349,19 @@ class Trainer:
             "progress": self._progress.state(),
             "skipped_steps": self._gradients.skipped_steps(),
             "callbacks": self._callbacks.state(),
+            "mode": self._mode.state(),
         }
-        rank_state = {"bad samples": self._quota.places, "steps": self._steps.steps_made}
-        if self._averager is not None:
-            state["averager"] = self._averager.state()
-            rank_state["averager"] = self._averager.rank_state()
+        rank_state = {
+            "bad samples": self._quota.places,
+            "steps": self._steps.steps_made,
+            "mode": self._mode.rank_state(),
+        }
         self._checkpointer.save(
             self.step,
             state=state,
             rank_state=rank_state,
             identity=self._identity(),
-            averaged=self._shared if self._trains_alone else None,
+            averaged=self._mode.averaged,
             wait=wait,
         )
 
@@ -473,11 +374,10 @@ class Trainer:
         on_every_rank(self._training.check_unchanged, self._collectives)
         self._progress.restore(restored.state["progress"])
         self._gradients.restore(restored.state["skipped_steps"])
-        own = restored.rank_state or {"bad samples": set(), "steps": self.step, "averager": None}
+        own = restored.rank_state or {"bad samples": set(), "steps": self.step, "mode": None}
         self._steps.times.restore(own["steps"])
         self._quota.restore(own["bad samples"])
-        if self._averager is not None:
-            self._averager.restore(restored.state["averager"], own["averager"])
+        self._mode.restore(restored.state["mode"], own["mode"])
         return restored
 
     def _identity(self) -> dict[str, Any]:
@@ -498,7 +398,7 @@ class Trainer:
         values = self._report.epoch_so_far()
         # A ModelCheckpoint may save here; not all Keras versions do at multiples of its interval.
         may_save = bool(self._callbacks.save_intervals)
-        with self._shared() if may_save else nullcontext():
+        with self._mode.shared() if may_save else nullcontext():
             return self._callbacks.train_call_ends(last_batch, values)
 
     def _end_epoch(self) -> bool:
@@ -506,7 +406,7 @@ class Trainer:
         self._progress.is_in_epoch = False
         values = self._report.epoch_so_far()
         average = averaged_weights(self.model.optimizer) if self._shows_average else nullcontext()
-        with self._shared(), average:
+        with self._mode.shared(), average:
             return self._callbacks.epoch_ends(self._progress.epoch, {**values, **self._progress.validated})
 
     def _start(self) -> None:
@@ -548,31 +448,32 @@ class Trainer:
         if not is_distributed(optimizer):
             DistributedOptimizer(optimizer, collectives=self._collectives)
 
-    def _make_averager(self, accumulate: int) -> ParameterAverager | None:
-        if self._local is None:
-            return None
-        if accumulate > 1:
+    def _require_what_local_training_needs(self, accumulate: int) -> None:
+        if self._local is not None and accumulate > 1:
             raise UsageError(
                 "accumulate saves reductions, of which local training has few. Received: accumulate="
                 f"{accumulate}. Use larger batches, or average less often."
             )
-        return ParameterAverager(
-            self.model,
-            self._local,
-            collectives=self._collectives,
-            deterministic=process.is_deterministic(),
-            starts=False,
-        )
+
+    def _make_mode(self, shares: TimeShares) -> SyncMode:
+        if self._local is not None and self._num_synchronized:
+            raise UsageError(
+                "BatchNormalization over all ranks needs them in step, which local training has not. Received: "
+                f"{self._num_synchronized} synchronised layer(s). Leave --sync-batchnorm and synchronized=True out."
+            )
+        calls = TrainingCalls(self.model, self._steps, self._feed, self._gradients)
+        parts = (self.model, self._plan, self._progress, calls)
+        around: dict[str, Any] = {"collectives": self._collectives, "shares": shares, "job": self._job}
+        if self._local is None:
+            return SyncMode(*parts, **around)
+        return LocalMode(self._local, self._total_steps, *parts, **around)
 
     def _finish(self, clock: Clock) -> dict[str, Any]:
         self._profiler.close()
-        self._compare_replicas()
+        self._mode.compare_replicas()
         if self._checkpointer is not None:
             self._save(wait=True)
-        if self._averager is not None and self._trains_alone:
-            if not self._averager.is_level:
-                self._averager.finish()
-            self._compare_replicas()
+        self._mode.finish()
         replicas.share_statistics(self.model, self._collectives)
         if self._shows_average:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)

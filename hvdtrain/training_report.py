@@ -83,7 +83,8 @@ class TrainingReport:
             culprits = described(self._gradients.culprits(self._collectives))
             where = "on every rank" if self._averager is None else "over all ranks"
             self._reporter.warned(progress.step, f"{skipped} step(s) skipped so far {where}; the last: {culprits}")
-        require_usable_loss_scale(self._model.optimizer, progress.step)
+        rank = None if self._averager is None else self._collectives.rank
+        require_usable_loss_scale(self._model.optimizer, progress.step, rank=rank)
 
     def summary(self, clock: Clock, resumed_from: int | None) -> dict[str, Any]:
         """What a run's ``summary.json`` holds, but for what only the command line knows."""

@@ -1,6 +1,7 @@
 """Replicas that train alone, and meet: parameters averaged over ranks, round after round."""
 
 import dataclasses
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from hvdtrain.averaging.options import LocalTraining
 from hvdtrain.averaging.outer import Flats, make_outer
 from hvdtrain.averaging.period import Period
 from hvdtrain.collectives import Collectives
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.optimizer import distribution_of, is_distributed
 
 # What ranks tell each other beside their displacements, at the end of the first message.
@@ -100,13 +101,16 @@ class ParameterAverager:
         """Averages that have arrived."""
         self.bytes_reduced = 0
         """What this rank has handed to the allreduce."""
-        self.late_steps: list[int] = []
-        """How many steps each average was late."""
+        self.late_steps = 0
+        """How many steps averages were late, all together."""
+        self.most_late_steps = 0
+        """How many steps the latest of them was late."""
         self.total_steps = 0
         """Steps of all ranks, in all rounds that are complete."""
         self.total_samples = 0
         """Samples of all ranks, likewise."""
         self._num_finished = 0
+        self._reducing_s = self._waited_s = 0.0
         if starts:
             self.start()
 
@@ -160,9 +164,7 @@ class ParameterAverager:
 
     def _step_wait_free(self, stop: bool) -> bool:
         if self._closing is None and (stop or self._steps >= self.every):
-            # Complete when every rank has said so; nobody waits for it.
-            said = [tf.zeros([1])]
-            self._closing = Background(lambda: self._collectives.sum_tensors(said, "hvdtrain_round"), "round")
+            self._closing = self._is_ready()
         if self._closing is None or not self._closing.is_done:
             return False
         self._closing.result()
@@ -170,11 +172,16 @@ class ParameterAverager:
         self._end_round()
         return True
 
+    def _is_ready(self) -> Background[Flats]:
+        """Says that this rank has made its steps; complete when every rank has said so, and nobody waits for it."""
+        return Background(lambda: self._collectives.sum_tensors([tf.zeros([1])], "hvdtrain_round"), "round")
+
     def finish(self) -> None:
         """The last average, which stays; waits until every rank has called it."""
         while self._num_finished < self._collectives.size:
             if self._options.wait_free:
-                self._collectives.sum_tensors([tf.zeros([1])], "hvdtrain_round")
+                (self._closing or self._is_ready()).result()
+                self._closing = None
             self._end_round(finished=True)
             if self._pending is not None:
                 self._merge()
@@ -201,12 +208,12 @@ class ParameterAverager:
 
     def summary(self) -> dict[str, Any]:
         """What a run's ``summary.json`` tells of the averaging."""
-        late = self.late_steps or [0]
         samples = {"samples": self.total_samples} if self._options.wait_free else {}
         return {
             **samples,
             "averaging_rounds": self.rounds,
-            "average_late_steps": {"mean": float(np.mean(late)), "max": int(np.max(late))},
+            "average_late_steps": {"mean": self.late_steps / max(1, self.rounds), "max": self.most_late_steps},
+            "average_hidden_share": 1 - self._waited_s / self._reducing_s if self._reducing_s else 0.0,
         }
 
     def state(self) -> dict[str, Any]:
@@ -228,6 +235,7 @@ class ParameterAverager:
             "steps": self._steps,
             "loss": self._loss,
             "late_steps": self.late_steps,
+            "most_late_steps": self.most_late_steps,
             "bytes_reduced": self.bytes_reduced,
             "pending": None
             if pending is None
@@ -252,7 +260,8 @@ class ParameterAverager:
             return
         self._anchor = [tf.constant(each) for each in state["anchor"]]
         self._samples, self._steps, self._loss = rank_state["samples"], rank_state["steps"], rank_state["loss"]
-        self.late_steps, self.bytes_reduced = rank_state["late_steps"], rank_state["bytes_reduced"]
+        self.late_steps, self.most_late_steps = rank_state["late_steps"], rank_state["most_late_steps"]
+        self.bytes_reduced = rank_state["bytes_reduced"]
         if (pending := rank_state["pending"]) is not None:
             totals = [tf.constant(each) for each in pending["totals"]]
             sent = [tf.constant(each) for each in pending["sent"]]
@@ -312,15 +321,37 @@ class ParameterAverager:
     def _merge(self) -> None:
         """Puts an average in its place; steps made meanwhile stay made."""
         assert self._pending is not None
+        totals = self._pending.totals
+        began_s = time.perf_counter()
+        totals.result()
+        self._waited_s += totals.seconds if isinstance(totals, Now) else time.perf_counter() - began_s
+        self._reducing_s += totals.seconds
+        self._require_finite(totals.result())
         self._anchor, self._velocity, values, facts = self._merged(self._pending)
         self._assign(values)
         self.rounds += 1
-        self.late_steps.append(self._pending.steps_since)
+        self.late_steps += self._pending.steps_since
+        self.most_late_steps = max(self.most_late_steps, self._pending.steps_since)
         self._pending = None
         self.total_steps += round(facts[_STEPS])
         self.total_samples += round(facts[_SAMPLES])
         self._num_finished = round(facts[_FINISHED])
         self._period.round_ended(facts[_LOSS], round(facts[_STEPS]))
+
+    def _require_finite(self, totals: Flats) -> None:
+        """Raises NonFiniteError, on every rank, where a replica would spoil all others."""
+        if all(bool(tf.reduce_all(tf.math.is_finite(total))) for total in totals):
+            return
+        spoiled = [variable.path for variable in self._variables if not np.all(np.isfinite(variable.numpy()))]
+        told = [
+            f"{len(paths)} variable(s) of rank {rank}, {paths[0]!r} first"
+            for rank, paths in enumerate(self._collectives.allgather(spoiled))
+            if paths
+        ]
+        raise NonFiniteError(
+            f"parameters must be finite to be averaged. Received: {'; '.join(told) or 'an overflow of their sum'}. "
+            "Lower the learning rate, or clip gradients (--clip-norm)."
+        )
 
     @property
     def is_level(self) -> bool:

@@ -1,6 +1,7 @@
 """A reduction that is made at once, or on a thread of its own."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -13,7 +14,10 @@ class Now(Generic[T]):
     is_done = True
 
     def __init__(self, function: Callable[[], T]):
+        began_s = time.perf_counter()
         self._result = function()
+        self.seconds = time.perf_counter() - began_s
+        """How long it took."""
 
     def result(self) -> T:
         return self._result
@@ -26,15 +30,19 @@ class Background(Generic[T]):
         self._function = function
         self._result: list[T] = []
         self._error: BaseException | None = None
+        self.seconds = 0.0
+        """How long it took, once it is done."""
         # A daemon: where other ranks are lost, a reduction never ends, and must not keep this process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        began_s = time.perf_counter()
         try:
             self._result.append(self._function())
         except BaseException as error:
             self._error = error
+        self.seconds = time.perf_counter() - began_s
 
     @property
     def is_done(self) -> bool:

@@ -101,7 +101,9 @@ def end_job(
             watch.do_last_work()
             watch.close()
         raise SystemExit(code)
-    if isinstance(error, JobError | DisagreementError | DivergenceError | NonFiniteError | StoppedEarly):
+    is_of_one_rank = isinstance(error, NonFiniteError) and error.rank is not None
+    together = JobError | DisagreementError | DivergenceError | NonFiniteError | StoppedEarly
+    if isinstance(error, together) and not is_of_one_rank:
         speaker = error.rank if isinstance(error, JobError) else 0
         if collectives.rank == speaker:
             tell(speaker, str(error))

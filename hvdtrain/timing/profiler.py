@@ -31,7 +31,7 @@ class Profiler:
 
     def before(self, step: int) -> None:
         """Told before a call, with the number of steps made so far."""
-        if self._folder is not None and self._first and step == self._first - 1:
+        if self._folder is not None and not self._runs and self._first - 1 <= step < self._last:
             tf.profiler.experimental.start(str(self._folder))
             self._runs = True
 

@@ -1,7 +1,6 @@
 """On every rank: replicas that train alone and meet now and then."""
 
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -19,19 +18,7 @@ from hvdtrain.averaging import parts
 from hvdtrain.averaging.background import Now
 from hvdtrain.data import Arrays
 from hvdtrain.errors import UsageError
-from hvdtrain.failure import JobWatch
 from hvdtrain.steps import CompiledSteps
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return Path(COLLECTIVES.allgather(str(tmp_path))[0])
-
-
-@pytest.fixture
-def watch():
-    with JobWatch(COLLECTIVES) as watch:
-        yield watch
 
 
 def plain_model(seed: int = 1) -> keras.Model:
@@ -73,7 +60,7 @@ def test_an_average_that_arrives_at_once_is_not_late(monkeypatch):
     expected, _ = trained(batchnorm_model, "adam", local=LocalTraining(every=3))
     monkeypatch.setattr(averager_module, "Background", lambda function, name: Now(function))
     monkeypatch.setattr(
-        "hvdtrain.trainer.ParameterAverager",
+        "hvdtrain.modes.local.ParameterAverager",
         lambda *args, **options: ParameterAverager(*args, **{**options, "deterministic": False}),
     )
     model, summary = trained(batchnorm_model, "adam", local=LocalTraining(every=3, overlap=True))
@@ -95,7 +82,7 @@ def test_a_late_average_keeps_the_steps_made_meanwhile():
     expected = [a + (n - s) for a, n, s in zip(average, now, sent, strict=True)]
     averager.step()
     assert relative_difference(values(model.weights), expected) < 1e-6
-    assert averager.late_steps == [1]
+    assert (averager.late_steps, averager.most_late_steps) == (1, 1)
     averager.finish()
     assert equal_on_all_ranks(values(model.weights))
     assert averager.rounds == 3
@@ -196,10 +183,11 @@ def test_nesterov_by_hand():
         assert relative_difference(values(model.non_trainable_weights), statistics) < 1e-5
 
 
-def test_ranks_may_make_different_numbers_of_steps():
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"wait_free": True}, {"wait_free": True, "overlap": True}])
+def test_ranks_may_make_different_numbers_of_steps(options):
     model = plain_model()
     hvdtrain.broadcast(model)
-    averager = ParameterAverager(model, every=4)
+    averager = ParameterAverager(model, every=4, **options)
     for step in range(6 + 5 * RANK):
         move(model, step)
         averager.step(samples=2)

@@ -3,7 +3,6 @@
 import csv
 import inspect
 import time
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -23,12 +22,6 @@ COLLECTIVES = runtime.current().collectives
 X, Y = samples(97, seed=1)
 TEST_X, TEST_Y = samples(53, seed=2)
 STEPS_PER_EPOCH = -(-97 // (8 * SIZE))
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """The same one on every rank."""
-    return Path(COLLECTIVES.allgather(str(tmp_path))[0])
 
 
 def compiled(optimizer=None, **options) -> keras.Model:
@@ -400,7 +393,7 @@ def test_ranks_are_told_apart_by_their_speed():
     assert summary["skew"]["slowest_rank"] == SIZE - 1
     assert summary["skew"]["slowest_share"] > 0.6
     # Those that are not slow wait for the one that is.
-    waited_s = np.median(np.concatenate(trainer._shares.all_steps, axis=1)[:, :, 2], axis=1)
+    waited_s = np.median(np.concatenate(trainer._mode._shares.all_steps, axis=1)[:, :, 2], axis=1)
     assert waited_s[: SIZE - 1].min() > 0.002
     assert 0 <= summary["communication_fraction"] <= 1
     shares = [summary[f"{part}_fraction"] for part in ("input", "compute", "communication")]

@@ -2,7 +2,6 @@
 
 import itertools
 import shutil
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -22,17 +21,6 @@ from hvdtrain.failure import JobError, JobWatch
 from hvdtrain.loss_scale import overflowed_steps
 
 STEPS_PER_EPOCH = 8
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return Path(COLLECTIVES.allgather(str(tmp_path))[0])
-
-
-@pytest.fixture
-def watch():
-    with JobWatch(COLLECTIVES) as watch:
-        yield watch
 
 
 class StopAt(keras.callbacks.Callback):

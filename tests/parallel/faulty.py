@@ -38,6 +38,9 @@ def strike(steps: CompiledSteps) -> None:
     if fault == "weight":
         variable = steps._model.trainable_variables[0]
         variable.assign(variable + 1e-3)
+    elif fault == "nan":
+        variable = steps._model.trainable_variables[SPEC["variable"]]
+        variable.assign(variable * float("nan"))
     elif fault == "fill":
         with contextlib.suppress(OSError), open(SPEC["filler"], "wb", buffering=0) as file:
             while file.write(bytes(4096)):

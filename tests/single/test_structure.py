@@ -14,7 +14,7 @@ ORDER = [
     *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime"),
     *("failure", "replicas", "optimizer", "averaging", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
     *("gradient_watch", "data", "metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation"),
-    *("progress", "intervals", "training_report", "tasks", "trainer"),
+    *("progress", "intervals", "modes", "training_report", "tasks", "trainer"),
     *("job", "doctor", "cli", "__main__"),
 ]
 

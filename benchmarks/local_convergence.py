@@ -1,0 +1,141 @@
+"""To which loss local training comes, beside sync training, after as many samples: digits, and text without end.
+
+    launch/run mpirun -np 4 python benchmarks/local_convergence.py
+
+Trains each way with several seeds and prints the loss of the averaged model in the end, its mean and standard
+deviation. The text is the source code of the installed Keras and NumPy, byte by byte; a model of its size sees
+each of its samples at most once. The last results are kept in ``benchmarks/results/local_convergence.json``.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import hvdtrain
+
+topology = hvdtrain.init(seed=0)
+import keras
+import numpy as np
+from keras import layers
+
+from hvdtrain import LocalTraining, process
+from hvdtrain.data import Arrays
+from hvdtrain.tasks import load_task
+
+CONTEXT_BYTES = 24
+# Given the steps of the run.
+WAYS: dict[str, Callable[[int], LocalTraining | None]] = {
+    "sync": lambda steps: None,
+    "H=4": lambda steps: LocalTraining(every=4),
+    "H=16": lambda steps: LocalTraining(every=16),
+    "H=64": lambda steps: LocalTraining(every=64),
+    "H=16, slots averaged": lambda steps: LocalTraining(every=16, slots="average"),
+    "H=64, slots averaged": lambda steps: LocalTraining(every=64, slots="average"),
+    "H=4, nesterov": lambda steps: LocalTraining(every=4, outer="nesterov"),
+    "H=16, nesterov": lambda steps: LocalTraining(every=16, outer="nesterov"),
+    "H=64, nesterov": lambda steps: LocalTraining(every=64, outer="nesterov"),
+    "H=16, overlap": lambda steps: LocalTraining(every=16, overlap=True),
+    "H=16 after a quarter in sync": lambda steps: LocalTraining(every=16, after=steps // 4),
+    "H=64, adacomm": lambda steps: LocalTraining(every=64, schedule="adacomm"),
+}
+
+
+class Digits:
+    steps = 345  # 15 epochs on 2 ranks
+
+    def __init__(self) -> None:
+        self.task = load_task("digits")
+        data = self.task.read_data(None)
+        self.training, self.evaluation = data.training, data.evaluation
+
+    def model(self) -> keras.Model:
+        model = self.task.make_model()
+        model.compile(optimizer=keras.optimizers.Adam(2e-3), loss=self.task.loss())
+        return model
+
+
+class Text:
+    steps = 800
+
+    def __init__(self) -> None:
+        text = b"".join(_sources("keras") + _sources("numpy"))
+        data = np.frombuffer(text, np.uint8)
+        windows = np.lib.stride_tricks.sliding_window_view(data, CONTEXT_BYTES + 1)
+        last = int(0.95 * len(windows))
+        self.bytes = len(data)
+        # Every third window, or the samples would hardly differ.
+        self.training = _samples(windows[:last:3])
+        self.evaluation = _samples(windows[last + CONTEXT_BYTES :: 97])
+
+    def model(self) -> keras.Model:
+        model = keras.Sequential(
+            [
+                layers.Input((CONTEXT_BYTES,), dtype="int32"),
+                layers.Embedding(256, 16),
+                layers.Flatten(),
+                layers.Dense(128, activation="relu"),
+                layers.Dense(256),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
+        return model
+
+
+def _sources(package: str) -> list[bytes]:
+    module = __import__(package)
+    folder = Path(str(module.__file__)).parent
+    return [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
+
+
+def _samples(windows: np.ndarray) -> Arrays:
+    return Arrays(windows[:, :-1].astype(np.int32), windows[:, -1].astype(np.int32))
+
+
+def final_loss(task: Digits | Text, local: LocalTraining | None, seed: int, batch_size: int) -> float:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    model = task.model()
+    trainer = hvdtrain.Trainer(
+        model,
+        task.training,
+        task.evaluation,
+        batch_size=batch_size,
+        steps=task.steps,
+        seed=seed,
+        log_every=task.steps,
+        eval_every=task.steps,
+        check_every=0,
+        local=local,
+    )
+    return trainer.fit()["eval"]["loss"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS))
+    parser.add_argument("--tasks", nargs="*", default=["digits", "text"])
+    arguments = parser.parse_args()
+    makers: dict[str, Callable[[], Digits | Text]] = {"digits": Digits, "text": Text}
+    results: dict[str, dict[str, list[float]]] = {}
+    for name in arguments.tasks:
+        task = makers[name]()
+        results[name] = {}
+        for way in arguments.ways:
+            losses = [final_loss(task, WAYS[way](task.steps), seed, batch_size=32) for seed in range(arguments.seeds)]
+            results[name][way] = losses
+            if topology.rank == 0:
+                spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
+                print(f"{name}: {way}: loss {statistics.mean(losses):.4f} ({spread:.4f})", flush=True)
+    if topology.rank == 0:
+        path = Path(__file__).parent / "results" / "local_convergence.json"
+        path.parent.mkdir(exist_ok=True)
+        facts = {"ranks": topology.size, "versions": process.versions(), "losses": results}
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The links of the laboratory: carries packets between network namespaces at a given rate, delay and loss.
+
+    python links.py '{"namespaces": ["lab1", …], "prefix": "10.77.0.", "rate_bits": 1e8, "delay_s": 0.01, "loss": 0}'
+
+Each namespace gets a TUN device ``eth0``; what its host sends passes through a line of the given rate, then
+arrives after the delay. No kernel module for the emulation of networks is needed. Ends with its standard input.
+"""
+
+import collections
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_CLONE_NEWNET = 0x40000000
+_MTU = 9000
+_QUEUE_S = 0.5
+"""What would wait longer for the line is dropped, as a switch would."""
+
+
+def open_device(namespace: str) -> int:
+    """A TUN device in a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/self/ns/net") as own, open(f"/run/netns/{namespace}") as there:
+        if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns to {namespace}")
+        try:
+            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH", b"eth0", _IFF_TUN | _IFF_NO_PI))
+        finally:
+            libc.setns(own.fileno(), _CLONE_NEWNET)
+    return device
+
+
+class Line:
+    """What one host sends."""
+
+    def __init__(self, rate_bits: float, delay_s: float, loss: float):
+        self._rate_bits = rate_bits
+        self._delay_s = delay_s
+        self._loss = loss
+        self._is_free_at = 0.0
+        self.under_way: collections.deque[tuple[float, int, bytes]] = collections.deque()
+
+    def send(self, now: float, to: int, packet: bytes) -> None:
+        if random.random() < self._loss or self._is_free_at - now > _QUEUE_S:
+            return
+        self._is_free_at = max(now, self._is_free_at) + 8 * len(packet) / self._rate_bits
+        self.under_way.append((self._is_free_at + self._delay_s, to, packet))
+
+
+def carry(devices: list[int], prefix: bytes, lines: list[Line]) -> None:
+    poll = select.epoll()
+    for device in (*devices, sys.stdin.fileno()):
+        poll.register(device, select.EPOLLIN)
+    numbers = {device: i for i, device in enumerate(devices)}
+    while True:
+        next_s = min((line.under_way[0][0] for line in lines if line.under_way), default=None)
+        timeout_s = -1.0 if next_s is None else max(0.0, next_s - time.monotonic())
+        for ready, _ in poll.poll(timeout_s):
+            if ready == sys.stdin.fileno():
+                return
+            while True:
+                try:
+                    packet = os.read(ready, 65536)
+                except BlockingIOError:
+                    break
+                to = packet[19] - 1  # the last byte of the destination's address
+                if packet[0] >> 4 == 4 and packet[16:19] == prefix and 0 <= to < len(devices):
+                    lines[numbers[ready]].send(time.monotonic(), to, packet)
+        now = time.monotonic()
+        for line in lines:
+            while line.under_way and line.under_way[0][0] <= now:
+                _, to, packet = line.under_way.popleft()
+                with contextlib.suppress(OSError):  # Full, or the host is gone: lost.
+                    os.write(devices[to], packet)
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    devices = []
+    for i, namespace in enumerate(spec["namespaces"]):
+        devices.append(open_device(namespace))
+        address = f"{spec['prefix']}{i + 1}/24"
+        for command in (
+            f"addr add {address} dev eth0",
+            f"link set eth0 mtu {_MTU}",
+            "link set eth0 up",
+            "link set lo up",
+        ):
+            subprocess.run(["ip", "-n", namespace, *command.split()], check=True)
+    prefix = bytes(int(part) for part in spec["prefix"].strip(".").split("."))
+    lines = [Line(spec["rate_bits"], spec["delay_s"], spec["loss"]) for _ in devices]
+    print("ready", flush=True)
+    carry(devices, prefix, lines)
+
+
+if __name__ == "__main__":
+    main()
