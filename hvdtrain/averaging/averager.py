@@ -199,8 +199,10 @@ class ParameterAverager:
         anchor, velocity, now = self._anchor, self._velocity, self._read()
         if self._pending is not None:
             anchor, velocity, now, _ = self._merged(self._pending)
-        totals = self._collectives.sum_tensors(self._message(now, anchor, finished=False), "hvdtrain_view")
-        anchor, _, _ = self._moved(totals, anchor, velocity)
+        # Decided alike on every rank, whether or not an average has arrived there already.
+        if self._steps:
+            totals = self._collectives.sum_tensors(self._message(now, anchor, finished=False), "hvdtrain_view")
+            anchor, _, _ = self._moved(totals, anchor, velocity)
         own = [(variable, variable.numpy()) for variable in self._variables]
         self._assign(anchor)
         with replicas.returned(own):
@@ -355,8 +357,10 @@ class ParameterAverager:
 
     @property
     def is_level(self) -> bool:
-        """Whether all replicas are equal: an average has just been put in place."""
-        return self._anchor is not None and self._steps == 0 and self._pending is None
+        """Whether all replicas are known to be equal: an average has just been put in place on every rank."""
+        if self._options.overlap and self._num_finished < self._collectives.size:
+            return False  # It may have arrived here, and not yet at another.
+        return self._anchor is not None and self._steps == 0
 
     def _read(self) -> Flats:
         return [*self._trained.read(), *self._followed.read()]

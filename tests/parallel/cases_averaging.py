@@ -15,7 +15,7 @@ import hvdtrain
 from hvdtrain import LocalTraining, ParameterAverager
 from hvdtrain.averaging import averager as averager_module
 from hvdtrain.averaging import parts
-from hvdtrain.averaging.background import Now
+from hvdtrain.averaging.background import Background, Now
 from hvdtrain.data import Arrays
 from hvdtrain.errors import UsageError
 from hvdtrain.steps import CompiledSteps
@@ -66,6 +66,24 @@ def test_an_average_that_arrives_at_once_is_not_late(monkeypatch):
     model, summary = trained(batchnorm_model, "adam", local=LocalTraining(every=3, overlap=True))
     assert all(np.array_equal(a, b) for a, b in zip(values(expected.weights), values(model.weights), strict=True))
     assert summary["average_late_steps"] == {"mean": 0, "max": 0}
+
+
+def test_an_average_may_arrive_at_different_times(monkeypatch):
+    """At once on the first rank, much later on the others; they evaluate and stop together all the same."""
+
+    class Late(Background):
+        def __init__(self, function, name):
+            super().__init__(lambda: (function(), time.sleep(0.1))[0], name)
+
+    monkeypatch.setattr(averager_module, "Background", Late if RANK else lambda function, name: Now(function))
+    monkeypatch.setattr(
+        "hvdtrain.modes.local.ParameterAverager",
+        lambda *args, **options: ParameterAverager(*args, **{**options, "deterministic": False}),
+    )
+    local = LocalTraining(every=3, overlap=True)
+    model, summary = trained(tanh_model, "adam", evaluation=Arrays(X, Y), eval_every=3, local=local, check_every=3)
+    assert equal_on_all_ranks(values(model.weights))
+    assert summary["averaging_rounds"] == STEPS // 3 + 1
 
 
 def test_a_late_average_keeps_the_steps_made_meanwhile():
