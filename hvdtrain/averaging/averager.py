@@ -199,10 +199,8 @@ class ParameterAverager:
         anchor, velocity, now = self._anchor, self._velocity, self._read()
         if self._pending is not None:
             anchor, velocity, now, _ = self._merged(self._pending)
-        # Decided alike on every rank, whether or not an average has arrived there already.
-        if self._steps:
-            totals = self._collectives.sum_tensors(self._message(now, anchor, finished=False), "hvdtrain_view")
-            anchor, _, _ = self._moved(totals, anchor, velocity)
+        totals = self._collectives.sum_tensors(self._message(now, anchor, finished=False), "hvdtrain_view")
+        anchor, _, _ = self._moved(totals, anchor, velocity)
         own = [(variable, variable.numpy()) for variable in self._variables]
         self._assign(anchor)
         with replicas.returned(own):

@@ -1,5 +1,6 @@
 """On every rank: replicas that train alone and meet now and then."""
 
+import threading
 import time
 
 import keras
@@ -365,6 +366,15 @@ def test_a_wait_free_run_stops_and_goes_on(folder, watch, slow_last_rank):
     assert again._steps.steps_made == own_steps
     assert again.fit()["steps"] == 900
     assert equal_on_all_ranks(values(again.model.weights))
+
+
+def test_a_stop_ends_a_wait_free_round_at_once(folder, watch):
+    local = LocalTraining(every=1_000_000, wait_free=True)
+    trainer = make_trainer(lambda: keras.optimizers.SGD(0.01), folder, watch=watch, local=local, steps=10_000_000)
+    if RANK == SIZE - 1:
+        threading.Timer(2.0, lambda: watch.request_stop("a test")).start()
+    stopped(trainer)
+    assert trainer._steps.steps_made < 1_000_000
 
 
 def test_a_rank_that_skips_steps_holds_up_nobody():

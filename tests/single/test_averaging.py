@@ -110,14 +110,14 @@ def test_flat_tensors_hold_all_variables_and_are_copies(monkeypatch):
 
 
 def test_adacomm_goes_with_the_root_of_the_loss():
-    """Rounds of which the mean loss is 4, 4, 1, 9 and 0.04 times that of the first: H = 10 * root, rounded up."""
+    """H = 10 * root of the loss, which was 1 at first, rounded up; it never grows again."""
     period = Period(LocalTraining(every=10, schedule="adacomm"))
     seen = []
-    for loss in (1.0, 0.81, 0.26, 9.0, 0.01):
+    for loss in (1.0, 0.81, 0.26, 0.5, 9.0, 0.01):
         for _ in range(10):
             period.round_ended(loss * 40, 40)
         seen.append(period.steps)
-    assert seen == [10, 9, 6, 6, 1]
+    assert seen == [10, 9, 6, 6, 6, 1]
     again = Period(LocalTraining(every=10, schedule="adacomm"))
     again.restore(period.state())
     assert again.steps == 1
