@@ -79,6 +79,22 @@ def DistributedOptimizer(
     return optimizer
 
 
+def distribute_where_needed(optimizer: keras.optimizers.Optimizer, accumulate: int, collectives: Collectives) -> None:
+    """Makes a trainer's optimizer distributed, unless it is.
+
+    Raises:
+        UsageError: it does not accumulate as many micro-batches as the trainer makes of a step.
+    """
+    for leaf in leaves(optimizer):
+        if (leaf.gradient_accumulation_steps or 1) != accumulate:
+            raise UsageError(
+                f"accumulate must equal the optimizer's gradient_accumulation_steps. Received: {accumulate} and "
+                f"{leaf.gradient_accumulation_steps}"
+            )
+    if not is_distributed(optimizer):
+        DistributedOptimizer(optimizer, collectives=collectives)
+
+
 def reduce_among(optimizer: keras.optimizers.Optimizer, collectives: Collectives) -> None:
     """Has a distributed optimizer average among other ranks from now on; what is compiled has to be compiled anew."""
     for leaf in leaves(optimizer):

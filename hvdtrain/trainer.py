@@ -21,8 +21,8 @@ from hvdtrain.gradient_watch import GradientWatch
 from hvdtrain.intervals import Intervals
 from hvdtrain.losses import sums_over_batch
 from hvdtrain.metrics import require_sums
-from hvdtrain.modes import LocalMode, SyncMode, TrainingCalls
-from hvdtrain.optimizer import DistributedOptimizer, distribution_of, is_distributed, leaves
+from hvdtrain.modes import Training, TrainingCalls, make_mode
+from hvdtrain.optimizer import distribute_where_needed, distribution_of
 from hvdtrain.progress import Progress
 from hvdtrain.report import Reporter
 from hvdtrain.sampling import SamplePlan
@@ -126,8 +126,7 @@ class Trainer:
         self._total_steps = steps if steps is not None else (epochs or 0) * self._plan.steps_per_epoch
         self.model = model
         self._local = local
-        self._require_what_local_training_needs(accumulate)
-        self._prepare_optimizer(accumulate)
+        distribute_where_needed(model.optimizer, accumulate, self._collectives)
         op = distribution_of(model.optimizer).op
         loss_sums = sums_over_batch(model, op, training.has_sample_weights, accumulate)
         self._training = training
@@ -170,7 +169,13 @@ class Trainer:
         self._job = watch or JobWatch(self._collectives)
         self._progress = Progress()
         shares = TimeShares(times, self._collectives, process.host_name())
-        self._mode = self._make_mode(shares)
+        calls = TrainingCalls(model, self._steps, self._feed, self._gradients)
+        self._mode = make_mode(
+            Training(model, self._plan, self._progress, calls, self._collectives, shares, self._job),
+            local,
+            total_steps=self._total_steps,
+            num_synchronized=self._num_synchronized,
+        )
         self._report = TrainingReport(
             model,
             self._plan,
@@ -436,37 +441,6 @@ class Trainer:
         self._gradients.build(self.model.trainable_variables)
         replicas.require_agreement("model", replicas.structure(self.model), self._collectives)
         replicas.broadcast(self.model, collectives=self._collectives)
-
-    def _prepare_optimizer(self, accumulate: int) -> None:
-        optimizer = self.model.optimizer
-        for leaf in leaves(optimizer):
-            if (leaf.gradient_accumulation_steps or 1) != accumulate:
-                raise UsageError(
-                    f"accumulate must equal the optimizer's gradient_accumulation_steps. Received: {accumulate} and "
-                    f"{leaf.gradient_accumulation_steps}"
-                )
-        if not is_distributed(optimizer):
-            DistributedOptimizer(optimizer, collectives=self._collectives)
-
-    def _require_what_local_training_needs(self, accumulate: int) -> None:
-        if self._local is not None and accumulate > 1:
-            raise UsageError(
-                "accumulate saves reductions, of which local training has few. Received: accumulate="
-                f"{accumulate}. Use larger batches, or average less often."
-            )
-
-    def _make_mode(self, shares: TimeShares) -> SyncMode:
-        if self._local is not None and self._num_synchronized:
-            raise UsageError(
-                "BatchNormalization over all ranks needs them in step, which local training has not. Received: "
-                f"{self._num_synchronized} synchronised layer(s). Leave --sync-batchnorm and synchronized=True out."
-            )
-        calls = TrainingCalls(self.model, self._steps, self._feed, self._gradients)
-        parts = (self.model, self._plan, self._progress, calls)
-        around: dict[str, Any] = {"collectives": self._collectives, "shares": shares, "job": self._job}
-        if self._local is None:
-            return SyncMode(*parts, **around)
-        return LocalMode(self._local, self._total_steps, *parts, **around)
 
     def _finish(self, clock: Clock) -> dict[str, Any]:
         self._profiler.close()

@@ -1,7 +1,7 @@
 """How the ranks of a run train together: in step, or each by itself and meeting now and then."""
 
 from hvdtrain.modes.calls import TrainingCalls
-from hvdtrain.modes.local import LocalMode
-from hvdtrain.modes.sync import SyncMode
+from hvdtrain.modes.choice import make_mode
+from hvdtrain.modes.sync import Training
 
-__all__ = ["LocalMode", "SyncMode", "TrainingCalls"]
+__all__ = ["Training", "TrainingCalls", "make_mode"]

@@ -9,7 +9,7 @@ from hvdtrain.averaging import LocalTraining, ParameterAverager
 from hvdtrain.checkpoint import Averaged
 from hvdtrain.collectives import Collectives, OneProcess
 from hvdtrain.metrics import LossSince
-from hvdtrain.modes.sync import SyncMode
+from hvdtrain.modes.sync import SyncMode, Training
 from hvdtrain.optimizer import leaves, reduce_among
 
 
@@ -18,8 +18,8 @@ class LocalMode(SyncMode):
 
     averager: ParameterAverager
 
-    def __init__(self, options: LocalTraining, total_steps: int, *arguments: Any, **more: Any):
-        super().__init__(*arguments, **more)
+    def __init__(self, training: Training, options: LocalTraining, total_steps: int):
+        super().__init__(training)
         self._options = options
         self._total_steps = total_steps
         self.marks = (options.after,)

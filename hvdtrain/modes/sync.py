@@ -1,5 +1,6 @@
 """Ranks in step: gradients are averaged at every one, so that replicas are equal."""
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,6 +18,19 @@ from hvdtrain.sampling import SamplePlan
 from hvdtrain.timing.step_times import TimeShares
 
 
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What a mode works on."""
+
+    model: keras.Model
+    plan: SamplePlan
+    progress: Progress
+    calls: TrainingCalls
+    collectives: Collectives
+    shares: TimeShares
+    job: JobWatch
+
+
 class SyncMode:
     """Training as one process would do it on all samples of a step."""
 
@@ -24,24 +38,14 @@ class SyncMode:
     marks: tuple[int, ...] = ()
     """Steps after which a call has to end."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        plan: SamplePlan,
-        progress: Progress,
-        calls: TrainingCalls,
-        *,
-        collectives: Collectives,
-        shares: TimeShares,
-        job: JobWatch,
-    ):
-        self._model = model
-        self._plan = plan
-        self._progress = progress
-        self._calls = calls
-        self._collectives = collectives
-        self._shares = shares
-        self._job = job
+    def __init__(self, training: Training):
+        self._model = training.model
+        self._plan = training.plan
+        self._progress = training.progress
+        self._calls = training.calls
+        self._collectives = training.collectives
+        self._shares = training.shares
+        self._job = training.job
 
     def begin(self) -> None:
         """Before the first step, when replicas are equal or restored."""
