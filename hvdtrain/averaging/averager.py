@@ -274,7 +274,9 @@ class ParameterAverager:
             self._merge()
         self._send(finished)
         assert self._pending is not None
-        if not self._options.overlap or (self._pending.totals.is_done and not self._deterministic):
+        arrives_at_once = self._pending.totals.is_done and not self._deterministic
+        # Without waiting, ranks count how far all have come by the averages that have arrived: alike on every rank.
+        if not self._options.overlap or (arrives_at_once and not self._options.wait_free):
             self._merge()
 
     def _send(self, finished: bool) -> None:
