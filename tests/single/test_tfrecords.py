@@ -68,7 +68,10 @@ def become_second_rank(monkeypatch, gathered_from_rank_0: list) -> None:
     from_rank_0 = iter(gathered_from_rank_0)
 
     class SecondRank(OneProcess):
-        rank, size, local_rank, local_size = 1, 2, 1, 2
+        size, local_rank, local_size = 2, 1, 2
+
+        def __init__(self):
+            super().__init__(rank=1)
 
         def allgather(self, value):
             return [next(from_rank_0), value]
