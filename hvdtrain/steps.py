@@ -154,15 +154,19 @@ class CompiledSteps:
 
         tf.while_loop(lambda done: done < batches, body, [tf.constant(0)], parallel_iterations=1)
 
-    def build(self, element_spec: Any, *, metrics: bool = False) -> None:
-        """Makes the metrics' variables, where they have to be there before the first step is traced.
+    def build(self, element_spec: Any, *, must: bool = False) -> None:
+        """Makes the metrics' variables, without which the first step would be traced twice.
 
         Args:
-            metrics: in any case.
+            must: raise Keras's error where it cannot tell them from model and data; else the first step makes them.
         """
-        if metrics or self._has_fillers:
+        try:
             data, _ = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), element_spec)
             self._model._symbolic_build(data_batch=data)
+        except Exception:
+            # A train_step of the user's own need not call the model as Keras would.
+            if must or self._has_fillers:
+                raise
 
     def train(self, iterator: Iterator[Any], steps: int) -> None:
         """Makes one call of at most ``steps_per_call`` steps.

@@ -37,6 +37,8 @@ from hvdtrain.weight_average import averaged_weights, keeps_average
 class Trainer:
     """Trains a compiled Keras model on all ranks as one process would train it on the whole batch.
 
+    With ``local`` ranks train by themselves instead, and their parameters are averaged now and then.
+
     Args:
         model: built and compiled; its optimizer is made distributed if it is not yet. One made with
             ``use_ema=True`` has its averaged weights evaluated, and left in the model at the end.
@@ -67,8 +69,8 @@ class Trainer:
         resume: what to go on from, see :meth:`~hvdtrain.checkpoint.Checkpointer.restore`.
         identity: what a run must have in common with the one it goes on from, beside data, order and model.
         watch: tells where the job is to stop, and is told that it goes on (default: nobody).
-        local: each rank makes its own steps, and parameters are averaged now and then (default: gradients are
-            averaged at each step). Everybody but the rank itself sees the averaged model.
+        local: how ranks meet that train by themselves (default: gradients are averaged at each step). Everybody but
+            the rank itself sees the averaged model.
 
     Raises:
         UsageError: an argument breaks its rule.
@@ -372,7 +374,7 @@ class Trainer:
 
     def _restore(self, checkpointer: Checkpointer) -> Restored | None:
         # Metrics must have their variables before these are restored.
-        self._steps.build(self._feed.element_spec, metrics=True)
+        self._steps.build(self._feed.element_spec, must=True)
         restored = checkpointer.restore(self._resume, identity=self._identity())
         if restored is None:
             return None

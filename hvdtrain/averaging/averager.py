@@ -125,7 +125,12 @@ class ParameterAverager:
         return max(1, self.every - self._steps)
 
     def start(self) -> None:
-        """Begins the first round, before any step is made; every rank has to call it."""
+        """Begins the first round, before any step is made; every rank has to call it.
+
+        Raises:
+            UsageError: the optimizer is distributed.
+            DisagreementError: ranks differ in options or model.
+        """
         optimizer = self._model.optimizer
         if self._anchor is None:
             if is_distributed(optimizer) and distribution_of(optimizer).collectives is self._collectives:
@@ -133,6 +138,8 @@ class ParameterAverager:
                     "an optimizer that averages gradients over all ranks leaves nothing to average. Received: a "
                     "distributed optimizer. Give the model its plain one."
                 )
+            facts = {**dataclasses.asdict(self._options), **replicas.structure(self._model)}
+            replicas.require_agreement("options and model to average", facts, self._collectives)
             replicas.share_statistics(self._model, self._collectives)
             self._anchor = self._read()
 
@@ -217,7 +224,7 @@ class ParameterAverager:
         }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of all ranks together; waits for an average that is on its way."""
+        """What a checkpoint keeps of all ranks together."""
         return {
             "anchor": None if self._anchor is None else [each.numpy() for each in self._anchor],
             "velocity": [each.numpy() for each in self._velocity],
@@ -228,7 +235,7 @@ class ParameterAverager:
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank, beside its variables."""
+        """What a checkpoint keeps of this rank, beside its variables; waits for an average that is on its way."""
         pending = self._pending
         return {
             "samples": self._samples,
