@@ -3,8 +3,9 @@
     launch/run mpirun -np 4 python benchmarks/uneven_ranks.py
     launch/run horovodrun --gloo -np 4 python benchmarks/uneven_ranks.py
 
-Each step waits for a declared time on every rank, twice as long on the last one. Prints the samples per second of
-all ranks together, over that of sync training in the same turn. Then stops the last rank for ten seconds and prints
+Each step takes a declared time on every rank, twice as long on the last one: what is left of it is waited for. Prints
+the samples per second of all ranks together, over that of sync training in the same turn, within one epoch: at its end,
+and to evaluate, ranks meet in every mode. Then stops the last rank for ten seconds and prints
 how many steps the others make in each second meanwhile. The last results are kept in
 ``benchmarks/results/uneven_ranks-*.json``, and drawn by ``benchmarks/local_figure.py``.
 """
@@ -28,19 +29,22 @@ import tensorflow as tf
 from keras import layers
 
 from hvdtrain import LocalTraining, runtime
+from hvdtrain.data import Arrays
 from hvdtrain.tasks import load_task
 
 STEP_S, EVERY = 0.1, 8
+EPOCH = 10  # times the digits: longer than a run
 WAYS = {
     "sync": None,
     "local": LocalTraining(every=EVERY),
     "overlap": LocalTraining(every=EVERY, overlap=True),
     "wait-free": LocalTraining(every=EVERY, wait_free=True),
+    "wait-free, overlap": LocalTraining(every=EVERY, wait_free=True, overlap=True),
 }
 
 
 class Delay(layers.Layer):
-    """Waits, as a slower processor would have to be waited for."""
+    """Waits until a step has taken its time, as a slower processor would have to be waited for."""
 
     def __init__(self, seconds: float):
         super().__init__()
@@ -49,7 +53,8 @@ class Delay(layers.Layer):
         self.at_step = {}
 
     def _wait(self, x: np.ndarray) -> np.ndarray:
-        time.sleep(self._seconds)
+        if self.step_ends_s:
+            time.sleep(max(0.0, self.step_ends_s[-1] + self._seconds - time.time()))
         self.step_ends_s.append(time.time())
         self.at_step.pop(len(self.step_ends_s), lambda: None)()
         return x
@@ -71,7 +76,7 @@ class Curve(keras.callbacks.Callback):
         self.points.append([time.time(), (logs or {})["loss"]])
 
 
-def train(way: str, steps: int, at_step: dict[int, Any] | None = None) -> dict[str, Any]:
+def train(way: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | None = None) -> dict[str, Any]:
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     is_slow = topology.rank == topology.size - 1
@@ -82,15 +87,18 @@ def train(way: str, steps: int, at_step: dict[int, Any] | None = None) -> dict[s
     inner = task.make_model()
     model = keras.Sequential([layers.Input(inner.input_shape[1:]), delay, *inner.layers])
     model.compile(optimizer=keras.optimizers.Adam(2e-3), loss=task.loss())
+    samples = data.training.evaluation_batches(data.training.num_samples, 0, 1, 0, frozenset())
+    x, y = next(iter(samples))
+    repeated = Arrays(np.tile(x, (EPOCH, 1, 1, 1)), np.tile(y, EPOCH))
     curve = Curve()
     trainer = hvdtrain.Trainer(
         model,
-        data.training,
+        repeated,
         data.evaluation,
         batch_size=32,
         steps=steps,
         log_every=steps,
-        eval_every=12,
+        eval_every=eval_every,
         check_every=0,
         callbacks=[curve],
         local=WAYS[way],
@@ -121,7 +129,7 @@ def stopped_for_ten_seconds() -> list[int]:
         subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    run = train("wait-free", 250, {30: stop} if is_slow else {})
+    run = train("wait-free", 250, eval_every=250, at_step={30: stop} if is_slow else {})
     began_s = max(each[0] if each else 0.0 for each in runtime.current().collectives.allgather(moments))
     return [sum(began_s + i <= each < began_s + i + 1 for each in run["step_ends_s"]) for i in range(10)]
 
@@ -129,15 +137,14 @@ def stopped_for_ten_seconds() -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=90)
     arguments = parser.parse_args()
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     rates: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(arguments.repeats):
         for way in WAYS:
-            run = train(way, arguments.steps)
-            runs[way].append({"curve": run["curve"]})
-            rates[way].append(in_all(run["samples_per_s"]))
+            rates[way].append(in_all(train(way, arguments.steps, eval_every=arguments.steps)["samples_per_s"]))
+    # Apart, for ranks meet to evaluate, and at the end of each epoch.
+    runs = {way: [{"curve": train(way, arguments.steps, eval_every=10)["curve"]}] for way in WAYS}
     counts = stopped_for_ten_seconds()
     if topology.rank != 0:
         return
