@@ -1,6 +1,6 @@
 """Draws docs/local_training.png from the last results of slow_network.py and uneven_ranks.py.
 
-launch/run --with matplotlib python benchmarks/local_figure.py
+launch/run python benchmarks/local_figure.py
 """
 
 import json

@@ -23,7 +23,7 @@ WAYS = {
     "sync": [],
     "local": ["--mode", "local", "--average-every", "16"],
     "overlap": ["--mode", "local", "--average-every", "16", "--overlap"],
-    "wait-free": ["--mode", "local", "--average-every", "16", "--overlap", "--wait-free"],
+    "wait-free": ["--mode", "local", "--average-every", "16", "--wait-free"],
 }
 LONGER = 3
 

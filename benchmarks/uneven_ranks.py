@@ -39,7 +39,6 @@ WAYS = {
     "local": LocalTraining(every=EVERY),
     "overlap": LocalTraining(every=EVERY, overlap=True),
     "wait-free": LocalTraining(every=EVERY, wait_free=True),
-    "wait-free, overlap": LocalTraining(every=EVERY, wait_free=True, overlap=True),
 }
 
 

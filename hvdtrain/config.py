@@ -120,7 +120,9 @@ class TrainConfig:
     outer_rate: float = _option(LOCAL, 0.7, "learning rate of --outer nesterov", metavar="X")
     outer_momentum: float = _option(LOCAL, 0.9, "momentum of --outer nesterov", metavar="X")
     overlap: bool = _option(LOCAL, False, "average in the background while ranks go on")
-    wait_free: bool = _option(LOCAL, False, "no rank waits for a slower one: it makes more steps meanwhile")
+    wait_free: bool = _option(
+        LOCAL, False, "no rank waits for a slower one: it makes more steps meanwhile, with --overlap too"
+    )
     local_after: int = _option(LOCAL, 0, "steps in sync mode first")
     average_across: str = _option(
         LOCAL,

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.callbacks import RankCallbacks
 from hvdtrain.collectives import Collectives
 from hvdtrain.data.feed import EvaluationFeed
 from hvdtrain.failure import JobWatch
-from hvdtrain.metrics import reduced_results, require_sums
+from hvdtrain.metrics import require_sums, results_of_all
 from hvdtrain.steps import CompiledSteps
 from hvdtrain.weight_average import averaged_weights
 
@@ -58,13 +57,12 @@ class Evaluator:
             require_sums(self._model)
             is_whole = self._evaluate_share(callbacks, step)
             # Also by a rank that has cut its share short: the others wait for it here.
-            results = reduced_results(self._model, self._collectives)
-            (whole,) = self._collectives.sum([np.array(float(is_whole), np.float32)])
-            if whole == self._collectives.size:
+            results = results_of_all(self._model, self._collectives, is_whole=is_whole)
+            if results is not None:
                 callbacks.test_ends(results)
         for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
             variable.assign(value)
-        return results if whole == self._collectives.size else None
+        return results
 
     def _evaluate_share(self, callbacks: RankCallbacks, step: int) -> bool:
         """Gives back whether all of it was evaluated."""

@@ -15,12 +15,22 @@ def reduced_results(model: keras.Model, collectives: Collectives) -> dict[str, f
     Exact on uneven shards, also for metrics with vector state such as AUC: the state of a Keras
     metric is made of sums. This rank's own state is left as it was. Every rank has to call it.
     """
+    results = results_of_all(model, collectives, is_whole=True)
+    assert results is not None
+    return results
+
+
+def results_of_all(model: keras.Model, collectives: Collectives, *, is_whole: bool) -> dict[str, float] | None:
+    """As :func:`reduced_results`; None where a rank says that it has not seen all that it should have."""
     variables = [variable for metric in model.metrics for variable in metric.variables]
     local = [variable.numpy() for variable in variables]
-    for variable, total in zip(variables, collectives.sum(local), strict=True):
+    # In one message, for the time of a small one is all latency.
+    *totals, num_whole = collectives.sum([*local, np.array(is_whole, np.float32)])
+    for variable, total in zip(variables, totals, strict=True):
         variable.assign(total)
     try:
-        return {name: float(value) for name, value in _scalars(model.get_metrics_result()).items()}
+        results = {name: float(value) for name, value in _scalars(model.get_metrics_result()).items()}
+        return results if num_whole == collectives.size else None
     finally:
         for variable, value in zip(variables, local, strict=True):
             variable.assign(value)

@@ -413,7 +413,8 @@ class Trainer:
         self._progress.is_in_epoch = False
         values = self._report.epoch_so_far()
         average = averaged_weights(self.model.optimizer) if self._shows_average else nullcontext()
-        with self._mode.shared(), average:
+        shared = self._mode.shared() if self._callbacks.names else nullcontext()
+        with shared, average:
             return self._callbacks.epoch_ends(self._progress.epoch, {**values, **self._progress.validated})
 
     def _start(self) -> None:

@@ -283,7 +283,7 @@ class ParameterAverager:
         assert self._pending is not None
         arrives_at_once = self._pending.totals.is_done and not self._deterministic
         # Without waiting, ranks count how far all have come by the averages that have arrived: alike on every rank.
-        if not self._options.overlap or (arrives_at_once and not self._options.wait_free):
+        if not self._options.in_background or (arrives_at_once and not self._options.wait_free):
             self._merge()
 
     def _send(self, finished: bool) -> None:
@@ -297,7 +297,7 @@ class ParameterAverager:
         def reduce() -> Flats:
             return self._collectives.sum_tensors(message, "hvdtrain_average")
 
-        self._pending = _OnItsWay(sent, Background(reduce, "average") if self._options.overlap else Now(reduce))
+        self._pending = _OnItsWay(sent, Background(reduce, "average") if self._options.in_background else Now(reduce))
 
     def _message(self, values: Flats, anchor: Flats, finished: bool) -> list[tf.Tensor]:
         """What this rank adds to the average: displacements times samples, and the facts."""
@@ -365,7 +365,7 @@ class ParameterAverager:
     @property
     def is_level(self) -> bool:
         """Whether all replicas are known to be equal: an average has just been put in place on every rank."""
-        if self._options.overlap and self._num_finished < self._collectives.size:
+        if self._options.in_background and self._num_finished < self._collectives.size:
             return False  # It may have arrived here, and not yet at another.
         return self._anchor is not None and self._steps == 0
 

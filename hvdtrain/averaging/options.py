@@ -25,7 +25,8 @@ class LocalTraining:
             arXiv:1910.00643).
         outer_rate, outer_momentum: of ``nesterov``.
         overlap: average in the background, and go on meanwhile (CoCoD-SGD, Shen et al., IJCAI 2019).
-        wait_free: a round ends when the slowest rank has made ``every`` steps; the others go on until then.
+        wait_free: a round ends when the slowest rank has made ``every`` steps; the others go on until then, and
+            while they are averaged, as with ``overlap``.
         after: steps that are made in sync mode first (post-local SGD, Lin et al., arXiv:1808.07217).
         across: ``rank``, or ``host``: ranks of one host average their gradients at each step.
 
@@ -62,11 +63,11 @@ class LocalTraining:
                 f"the outer momentum must be at least 0 and below 1, or displacements add up without end. Received: "
                 f"{self.outer_momentum}"
             )
-        if self.overlap and self.slots == "average":
+        if self.in_background and self.slots == "average":
             raise UsageError(
-                "overlap keeps optimizer variables: what is positive, as Adam's second moments are, would not stay so "
-                "where a late average is added to it. Received: slots='average'. Use slots='keep' (--average-slots "
-                "keep)."
+                "overlap and wait_free keep optimizer variables: what is positive, as Adam's second moments are, would "
+                "not stay so where a late average is added to it. Received: slots='average'. Use slots='keep' "
+                "(--average-slots keep)."
             )
         if self.wait_free and self.across == "host":
             raise UsageError(
@@ -77,3 +78,8 @@ class LocalTraining:
             raise UsageError(
                 "wait_free needs schedule='constant'. Received: schedule='adacomm'. Leave one of them out."
             )
+
+    @property
+    def in_background(self) -> bool:
+        """Whether ranks go on while they are averaged."""
+        return self.overlap or self.wait_free

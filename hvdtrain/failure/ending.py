@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+import numpy as np
+
 from hvdtrain import process
 from hvdtrain.errors import DisagreementError, DivergenceError, HvdtrainError, NonFiniteError, StoppedEarly
 
@@ -47,12 +49,14 @@ def on_every_rank(action: Callable[[], Result], collectives: "Collectives") -> R
         raise
     except Exception as error:
         failed = error
-    report = None if failed is None else (describe(failed), exit_code_of(failed))
-    reports = collectives.allgather(report)
-    for rank, each in enumerate(reports):
-        if each is not None:
-            message, exit_code = each
-            raise JobError(message, exit_code=exit_code, rank=rank) from failed
+    # One small message where all is well, for it is made often, and networks may be slow.
+    (num_failed,) = collectives.sum([np.array(failed is not None, np.float32)])
+    if num_failed:
+        report = None if failed is None else (describe(failed), exit_code_of(failed))
+        for rank, each in enumerate(collectives.allgather(report)):
+            if each is not None:
+                message, exit_code = each
+                raise JobError(message, exit_code=exit_code, rank=rank) from failed
     return result  # type: ignore[return-value]
 
 
