@@ -8,6 +8,7 @@ each of its samples at most once. The last results are kept in ``benchmarks/resu
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -50,9 +51,9 @@ class Digits:
         data = self.task.read_data(None)
         self.training, self.evaluation = data.training, data.evaluation
 
-    def model(self) -> keras.Model:
+    def model(self, rate: float) -> keras.Model:
         model = self.task.make_model()
-        model.compile(optimizer=keras.optimizers.Adam(2e-3), loss=self.task.loss())
+        model.compile(optimizer=keras.optimizers.Adam(rate * 2e-3), loss=self.task.loss())
         return model
 
 
@@ -69,7 +70,7 @@ class Text:
         self.training = _samples(windows[:last:3])
         self.evaluation = _samples(windows[last + CONTEXT_BYTES :: 97])
 
-    def model(self) -> keras.Model:
+    def model(self, rate: float) -> keras.Model:
         model = keras.Sequential(
             [
                 layers.Input((CONTEXT_BYTES,), dtype="int32"),
@@ -80,7 +81,7 @@ class Text:
             ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(1e-3), loss=loss)
+        model.compile(optimizer=keras.optimizers.Adam(rate * 1e-3), loss=loss)
         return model
 
 
@@ -94,15 +95,15 @@ def _samples(windows: np.ndarray) -> Arrays:
     return Arrays(windows[:, :-1].astype(np.int32), windows[:, -1].astype(np.int32))
 
 
-def final_loss(task: Digits | Text, local: LocalTraining | None, seed: int, batch_size: int) -> float:
+def final_loss(task: Digits | Text, local: LocalTraining | None, seed: int, rate: float) -> float:
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
-    model = task.model()
+    model = task.model(rate)
     trainer = hvdtrain.Trainer(
         model,
         task.training,
         task.evaluation,
-        batch_size=batch_size,
+        batch_size=32,
         steps=task.steps,
         seed=seed,
         log_every=task.steps,
@@ -116,6 +117,7 @@ def final_loss(task: Digits | Text, local: LocalTraining | None, seed: int, batc
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rates", type=float, nargs="*", default=[1.0], help="factors of the learning rate")
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--tasks", nargs="*", default=["digits", "text"])
     arguments = parser.parse_args()
@@ -124,8 +126,10 @@ def main() -> None:
     for name in arguments.tasks:
         task = makers[name]()
         results[name] = {}
-        for way in arguments.ways:
-            losses = [final_loss(task, WAYS[way](task.steps), seed, batch_size=32) for seed in range(arguments.seeds)]
+        for way, rate in itertools.product(arguments.ways, arguments.rates):
+            losses = [final_loss(task, WAYS[way](task.steps), seed, rate) for seed in range(arguments.seeds)]
+            if len(arguments.rates) > 1:
+                way = f"{way}, {rate:g} times the learning rate"
             results[name][way] = losses
             if topology.rank == 0:
                 spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
