@@ -5,15 +5,16 @@ from typing import Any
 
 from hvdtrain.averaging.options import LocalTraining
 
-_ROUNDS = 10
+# Of all ranks together: enough for a mean loss that tells how far a run has come, and one round with H=64 on two ranks.
+_STEPS = 128
 
 
 class Period:
     """The number of steps between two averages (H).
 
-    ``adacomm``: after every 10 rounds, H is the first H times the root of how far the mean loss of these rounds has
-    fallen since the first ones, rounded up, and never grows (Wang and Joshi, arXiv:1810.08313, eq. 17, with rounds
-    for their minutes).
+    ``adacomm``: at the end of each round by which ranks have made 128 steps more, H is the first H times the root of
+    how far the mean loss of these has fallen since the first ones, rounded up, and never grows (Wang and Joshi,
+    arXiv:1810.08313, eq. 17, with steps for their minutes).
     """
 
     def __init__(self, options: LocalTraining):
@@ -21,7 +22,7 @@ class Period:
         self._adapts = options.schedule == "adacomm"
         self._first_loss: float | None = None
         self._losses = 0.0
-        self._num_steps = self._num_rounds = 0
+        self._num_steps = 0
 
     def round_ended(self, loss: float, steps: int) -> None:
         """Takes a round's losses, added up over ranks and steps, and how many steps these were."""
@@ -29,11 +30,10 @@ class Period:
             return
         self._losses += loss
         self._num_steps += steps
-        self._num_rounds += 1
-        if self._num_rounds < _ROUNDS or not self._num_steps:
+        if self._num_steps < _STEPS:
             return
         mean = self._losses / self._num_steps
-        self._losses, self._num_steps, self._num_rounds = 0.0, 0, 0
+        self._losses, self._num_steps = 0.0, 0
         if self._first_loss is None:
             self._first_loss = mean
         elif 0 <= mean < self._first_loss:
@@ -46,10 +46,9 @@ class Period:
             "first_loss": self._first_loss,
             "losses": self._losses,
             "num_steps": self._num_steps,
-            "num_rounds": self._num_rounds,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`state` gave."""
         self.steps, self._first_loss = state["steps"], state["first_loss"]
-        self._losses, self._num_steps, self._num_rounds = state["losses"], state["num_steps"], state["num_rounds"]
+        self._losses, self._num_steps = state["losses"], state["num_steps"]
