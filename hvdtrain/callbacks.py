@@ -136,8 +136,6 @@ class RankCallbacks:
         self._list.on_test_end(dict(values))
 
     def _stops_on_any_rank(self) -> bool:
-        if not self._callbacks:
-            return False
         # A callback may look at its own clock: one rank would leave, and the others wait for it for ever.
         (stopping,) = self._collectives.sum([np.array(float(self._model.stop_training), np.float32)])
         self._model.stop_training = bool(stopping)

@@ -341,7 +341,8 @@ class Trainer:
         raise StoppedEarly(f"stopped at step {self.step} of {self._total_steps} ({self._job.stop_reason}). {saved}")
 
     def _begin_epoch(self) -> None:
-        on_every_rank(self._training.check_unchanged, self._collectives)
+        if self._training.can_change:
+            on_every_rank(self._training.check_unchanged, self._collectives)
         self.model.reset_metrics()
         require_sums(self.model)
         self._progress.validated = {}
@@ -411,10 +412,11 @@ class Trainer:
     def _end_epoch(self) -> bool:
         """Gives back whether a callback stops the training."""
         self._progress.is_in_epoch = False
+        if not self._callbacks.names:
+            return False  # Nobody asks: ranks need not meet.
         values = self._report.epoch_so_far()
         average = averaged_weights(self.model.optimizer) if self._shows_average else nullcontext()
-        shared = self._mode.shared() if self._callbacks.names else nullcontext()
-        with shared, average:
+        with self._mode.shared(), average:
             return self._callbacks.epoch_ends(self._progress.epoch, {**values, **self._progress.validated})
 
     def _start(self) -> None:

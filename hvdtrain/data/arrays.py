@@ -31,6 +31,7 @@ class Arrays:
     """
 
     keeps_order = False
+    can_change = False
     bad_samples: Sequence[BadSample] = ()
 
     def __init__(self, x: Any, y: Any, sample_weight: Any = None, *, augment: Augment | None = None):

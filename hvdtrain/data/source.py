@@ -33,6 +33,10 @@ class Source(Protocol):
         """The order is the source's own: the plan must be one with ``shuffle=False``."""
 
     @property
+    def can_change(self) -> bool:
+        """Whether :meth:`check_unchanged` looks at anything."""
+
+    @property
     def bad_samples(self) -> Sequence[BadSample]:
         """Those found when the source was opened; the same on every rank."""
 

@@ -46,6 +46,7 @@ class Stream:
     """
 
     keeps_order = True
+    can_change = False
     bad_samples: Sequence[BadSample] = ()
 
     def __init__(

@@ -69,6 +69,7 @@ class TFRecords:
     """
 
     keeps_order = False
+    can_change = True
 
     def __init__(
         self,
