@@ -25,15 +25,31 @@ def _option(group: str, default: Any, text: str, *, metavar: str = "N", choices:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class Config:
+    """What a command can be told."""
+
+    stall_timeout: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The values by field name, ready for JSON."""
+        return {field.name: getattr(self, field.name) for field in options(self)}
+
+
+_TASK = (
+    "a built-in task (digits, cifar10, mnist, mnist-softmax, tabular, text, synthetic-resnet50, "
+    "synthetic-transformer), package.module:attribute, or the path of a .py file with a TASK"
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Config):
     """Everything ``python -m hvdtrain train`` can be told. ``None`` means: the task's own default.
 
     Raises:
         UsageError: a value breaks its rule.
     """
 
-    task: str = _option(WHAT, "digits", "a built-in task by its name", metavar="NAME")
+    task: str = _option(WHAT, "digits", _TASK, metavar="NAME")
     data_dir: str | None = _option(WHAT, None, "folder with the task's data files", metavar="DIR")
     run_dir: str | None = _option(
         WHAT, None, "folder for all that the run writes (default: runs/<task>)", metavar="DIR"
@@ -65,6 +81,7 @@ class TrainConfig:
     lr_decay_steps: int | None = _option(
         LEARNING, None, "steps between two factors of --lr-decay exponential (default: a third of the run)"
     )
+    lr_decay_epochs: int | None = _option(LEARNING, None, "the same in epochs; or --lr-decay-steps")
     clip_norm: float | None = _option(
         LEARNING, None, "largest global norm of the averaged gradient (default: no limit)", metavar="X"
     )
@@ -82,6 +99,9 @@ class TrainConfig:
         None,
         "momentum of a moving average of the weights, which is then evaluated and saved (default: none)",
         metavar="X",
+    )
+    ema_ramp: bool = _option(
+        LEARNING, False, "let the momentum of --ema rise to X: the smaller of X and (1 + step) / (10 + step)"
     )
     mixed_precision: str = _option(
         LEARNING,
@@ -150,7 +170,7 @@ class TrainConfig:
     )
     log_every: int = _option(RUNNING, 10, "steps between log lines")
     histograms_every: int = _option(
-        RUNNING, 0, "steps between histograms of weights and gradients in TensorBoard; 0: none"
+        RUNNING, 0, "steps between histograms of weights, gradients and activations in TensorBoard; 0: none"
     )
     on_nan: str = _option(
         RUNNING,
@@ -171,6 +191,8 @@ class TrainConfig:
     steps_per_call: int = _option(
         RUNNING, 1, "steps in one compiled call; more is faster for small models", metavar="K"
     )
+    given: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
+    """Which of them were said, and not left to the task."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -184,6 +206,8 @@ class TrainConfig:
             "steps_per_call",
             "keep",
             "average_every",
+            "lr_decay_steps",
+            "lr_decay_epochs",
         ):
             _require(self, name, lambda value: value >= 1, "at least 1")
         for name in (
@@ -193,7 +217,6 @@ class TrainConfig:
             _require(self, name, lambda value: value >= 0, "at least 0")
         for name in ("learning_rate", "clip_norm", "clip_value", "lr_decay_rate"):
             _require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
-        _require(self, "lr_decay_steps", lambda value: value >= 1, "at least 1")
         _require(
             self, "weight_decay", lambda value: math.isfinite(value) and value >= 0, "a finite number of at least 0"
         )
@@ -201,7 +224,7 @@ class TrainConfig:
         _require(
             self, "profile_steps", lambda value: _is_step_range(value), "two steps, first:last, the first at least 1"
         )
-        for field in dataclasses.fields(self):
+        for field in options(self):
             choices = field.metadata["choices"]
             if choices and getattr(self, field.name) not in choices:
                 raise _broken(field.name, "one of " + ", ".join(choices), getattr(self, field.name))
@@ -209,8 +232,15 @@ class TrainConfig:
             raise UsageError(
                 f"--steps and --epochs exclude each other. Received: {self.steps} and {self.epochs}. Give one of them."
             )
+        if self.lr_decay_steps is not None and self.lr_decay_epochs is not None:
+            raise UsageError(
+                "--lr-decay-steps and --lr-decay-epochs exclude each other. Received: "
+                f"{self.lr_decay_steps} and {self.lr_decay_epochs}. Give one of them."
+            )
+        if self.ema_ramp and self.ema is None:
+            raise UsageError("--ema-ramp is of --ema. Received: no --ema. Give it, or leave --ema-ramp out.")
         if self.mode == "sync":
-            fields = [field for field in dataclasses.fields(self) if field.metadata["group"] == LOCAL]
+            fields = [field for field in options(self) if field.metadata["group"] == LOCAL]
             for field in fields:
                 if getattr(self, field.name) != field.default:
                     raise UsageError(
@@ -231,9 +261,67 @@ class TrainConfig:
         first, _, last = (self.profile_steps or "0:0").partition(":")
         return int(first), int(last)
 
-    def as_dict(self) -> dict[str, Any]:
-        """The values by field name, ready for JSON."""
-        return dataclasses.asdict(self)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ReadingConfig(Config):
+    """What all commands can be told that read a run."""
+
+    task: str = _option(WHAT, "digits", "the run's, to find its folder by", metavar="NAME")
+    run_dir: str | None = _option(WHAT, None, "the run's folder (default: runs/<task>)", metavar="DIR")
+    checkpoint: str | None = _option(WHAT, None, "path of a checkpoint (default: the run's latest)", metavar="PATH")
+    data_dir: str | None = _option(
+        WHAT, None, "folder with the task's data files (default: the run's own)", metavar="DIR"
+    )
+    threads: int | None = _option(RUNNING, None, "compute threads per rank (default: a fair share of the host's cores)")
+    stall_timeout: float = _option(
+        RUNNING, 600.0, "end the job where a rank is silent for so long; 0: never", metavar="SECONDS"
+    )
+
+    def __post_init__(self) -> None:
+        _require(self, "threads", lambda value: value >= 1, "at least 1")
+        _require(self, "stall_timeout", lambda value: value >= 0, "at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(_ReadingConfig):
+    """Everything ``python -m hvdtrain eval`` can be told."""
+
+    batch_size: int | None = _option(RUNNING, None, "samples per rank and batch (default: the run's)")
+    watch: bool = _option(
+        RUNNING, False, "evaluate each checkpoint as it appears, until the run has ended and its last is done"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self, "batch_size", lambda value: value >= 1, "at least 1")
+        if self.watch and self.checkpoint is not None:
+            raise UsageError(
+                f"--watch takes the latest checkpoint each time. Received: --checkpoint {self.checkpoint}. "
+                "Leave one of them out."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportConfig(_ReadingConfig):
+    """Everything ``python -m hvdtrain export`` can be told."""
+
+    format: str = _option(WHAT, "keras", "what to write", choices=("keras", "saved_model", "onnx"))
+    output: str | None = _option(
+        WHAT,
+        None,
+        "where to write it, a place that is not there yet (default: export… in the run's folder)",
+        metavar="PATH",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format not in ("keras", "saved_model", "onnx"):
+            raise _broken("format", "one of keras, saved_model, onnx", self.format)
+
+
+def options(config: Any) -> list["dataclasses.Field[Any]"]:
+    """The fields of a configuration, or of its class, that a flag sets."""
+    return [field for field in dataclasses.fields(config) if "help" in field.metadata]
 
 
 def _is_step_range(text: str) -> bool:
@@ -250,19 +338,19 @@ def _broken(name: str, rule: str, received: object) -> UsageError:
     return UsageError(f"{flag_of(name)} must be {rule}. Received: {received!r}")
 
 
-def _require(config: TrainConfig, name: str, holds: Callable[[Any], bool], rule: str) -> None:
+def _require(config: Config, name: str, holds: Callable[[Any], bool], rule: str) -> None:
     value = getattr(config, name)
     if value is not None and not holds(value):
         raise _broken(name, rule, value)
 
 
-def converted(name: str, value: Any) -> Any:
+def converted(name: str, value: Any, kind_of_config: type[Config] = TrainConfig) -> Any:
     """A value from the command line or a TOML file as the type of its field.
 
     Raises:
         UsageError: the field does not exist or the value is not of its type.
     """
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(TrainConfig)}
+    kinds = {field.name: str(field.type) for field in options(kind_of_config)}
     if name not in kinds:
         raise UsageError(f"unknown key {name!r}. Known keys: {', '.join(sorted(kinds))}")
     kind = kinds[name]
@@ -309,7 +397,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def build(flags: Mapping[str, Any], config_file: str | None) -> TrainConfig:
-    """A configuration from a TOML file and flags; flags win.
+    """A configuration of training from a TOML file and flags; flags win.
 
     Raises:
         UsageError: a value breaks its rule.
@@ -317,4 +405,4 @@ def build(flags: Mapping[str, Any], config_file: str | None) -> TrainConfig:
     values = read_toml(config_file) if config_file is not None else {}
     for name, value in flags.items():
         values[name] = converted(name, value)
-    return TrainConfig(**values)
+    return TrainConfig(**values, given=frozenset(values))

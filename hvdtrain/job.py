@@ -7,24 +7,22 @@ from typing import Any
 
 import keras
 
-from hvdtrain import process, replicas, runtime
+from hvdtrain import process, runtime
 from hvdtrain.averaging import LocalTraining
+from hvdtrain.building import compile_plainly, make_model, peak_learning_rate, total_steps, with_task_defaults
 from hvdtrain.checkpoint import RESUME, Checkpointer
-from hvdtrain.config import LEARNING, LOCAL, RANKS, WHAT, TrainConfig, flag_of
-from hvdtrain.errors import DataError, HvdtrainError, UsageError
-from hvdtrain.failure import JobWatch, end_job, exit_code_of, on_every_rank, on_first_rank
-from hvdtrain.optimizer import DistributedOptimizer
-from hvdtrain.report import Reporter, RunShape
+from hvdtrain.config import LEARNING, LOCAL, RANKS, WHAT, TrainConfig, flag_of, options
+from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.failure import JobWatch, on_every_rank, on_first_rank
+from hvdtrain.report import RunShape
 from hvdtrain.run_directory import RunDirectory, open_run_directory
-from hvdtrain.sampling import SamplePlan
-from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
-from hvdtrain.supervised import note_exit_code, note_listener
-from hvdtrain.tasks import Data, Task, load_task
+from hvdtrain.session import OWN_TO_A_RANK, run_on_ranks
+from hvdtrain.supervised import note_listener
+from hvdtrain.tasks import Data, Task, load_task, short_name
 from hvdtrain.timing.profiler import Profiler
+from hvdtrain.trained_run import run_folder
 from hvdtrain.trainer import Trainer
 
-# May differ between ranks: folders and cores are a host's own.
-_OWN_TO_A_RANK = ("data_dir", "run_dir", "threads", "timeline")
 # Decide what a run comes to. The others may be changed where one goes on.
 _DECIDING = (WHAT, LEARNING, RANKS, LOCAL)
 
@@ -39,44 +37,40 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
     Returns:
         The exit code.
     """
-    collectives = None
     trainer: Trainer | None = None
-    watch: JobWatch | None = None
-    reporter = Reporter()
-    try:
+
+    def start() -> None:
         runtime.init(
             threads=config.threads if config else None,
             deterministic=config.deterministic if config else False,
             timeline=config.timeline if config else None,
             process_groups=config is not None and config.average_across == "host",
         )
+
+    def work(asked: TrainConfig, watch: JobWatch) -> None:
+        nonlocal trainer
         collectives = runtime.current().collectives
-        asked = on_every_rank(lambda: _accepted(config, refused), collectives)
-        shared = {flag_of(name): value for name, value in asked.as_dict().items() if name not in _OWN_TO_A_RANK}
-        replicas.require_agreement("configuration and versions", {**shared, **process.versions()}, collectives)
-        watch = JobWatch(collectives, stall_timeout_s=asked.stall_timeout)
-        watch.start()
         if collectives.rank == 0:
             note_listener()
         runtime.init(seed=asked.seed)
         task, data = on_every_rank(lambda: _read(asked), collectives)
-        config = with_task_defaults(asked, task)
-        path = Path(config.run_dir or f"runs/{config.task}")
+        config = on_every_rank(lambda: with_task_defaults(asked, task), collectives)
+        if process.restart_number():
+            # A job that died goes on from its own last checkpoint, whatever it began with.
+            config = dataclasses.replace(config, resume="auto")
+        path = run_folder(config.run_dir, config.task)
         run_directory = open_run_directory(collectives.rank, path)
-        reporter = run_directory.reporter
-        trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory, path, watch), collectives)
-        on_every_rank(lambda: run_directory.claim(config.resume), collectives)
-        if on_first_rank(lambda: _is_complete(config, run_directory, path, trainer.total_steps), collectives):
-            reporter.complete(trainer.total_steps, path)
-        else:
-            _train(config, task, trainer, run_directory)
-        reporter.close()
-        watch.close()
-    except Exception as error:
-        reporter.close()
-        note_exit_code(exit_code_of(error))
-        end_job(error, collectives, None if trainer is None else trainer.step, watch)
-    return 0
+        try:
+            trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory, path, watch), collectives)
+            on_every_rank(lambda: run_directory.claim(config.resume), collectives)
+            if on_first_rank(lambda: _is_complete(config, run_directory, path, trainer.total_steps), collectives):
+                run_directory.reporter.complete(trainer.total_steps, path)
+            else:
+                _train(config, task, trainer, run_directory)
+        finally:
+            run_directory.reporter.close()
+
+    return run_on_ranks(config, refused, start, work, step=lambda: None if trainer is None else trainer.step)
 
 
 def _train(config: TrainConfig, task: Task, trainer: Trainer, run_directory: RunDirectory) -> None:
@@ -106,98 +100,18 @@ def _is_complete(config: TrainConfig, run_directory: RunDirectory, path: Path, t
 
 def _changed(config: TrainConfig, before: Mapping[str, Any]) -> list[str]:
     now = config.as_dict()
-    names = [field.name for field in dataclasses.fields(config) if field.metadata["group"] in _DECIDING]
+    names = [field.name for field in options(config) if field.metadata["group"] in _DECIDING]
     return [
         f"{flag_of(name)} {before.get(name)} before, {now[name]} now"
         for name in names
-        if name not in (*_OWN_TO_A_RANK, "steps", "epochs") and before.get(name) != now[name]
+        if name not in (*OWN_TO_A_RANK, "steps", "epochs") and before.get(name) != now[name]
     ]
-
-
-def _accepted(config: TrainConfig | None, refused: HvdtrainError | None) -> TrainConfig:
-    if refused is not None:
-        raise refused
-    assert config is not None
-    return config
-
-
-def with_task_defaults(config: TrainConfig, task: Task) -> TrainConfig:
-    """Fills in what the command line left to the task."""
-    defaults: dict[str, Any] = {
-        name: getattr(task, name)
-        for name in ("batch_size", "optimizer", "learning_rate")
-        if getattr(config, name) is None
-    }
-    if config.steps is None and config.epochs is None:
-        defaults["epochs"] = task.epochs
-    if process.restart_number():
-        # A job that died goes on from its own last checkpoint, whatever it began with.
-        defaults["resume"] = "auto"
-    return dataclasses.replace(config, **defaults)
-
-
-def make_optimizer(config: TrainConfig, learning_rate: Any) -> keras.optimizers.Optimizer:
-    """The plain Keras optimizer that a configuration names.
-
-    Args:
-        learning_rate: a number or a schedule.
-
-    Raises:
-        UsageError: Keras has no optimizer of that name.
-    """
-    assert config.optimizer is not None
-    options: dict[str, Any] = {
-        "learning_rate": learning_rate,
-        "global_clipnorm": config.clip_norm,
-        "clipvalue": config.clip_value,
-    }
-    if config.weight_decay is not None:
-        options["weight_decay"] = config.weight_decay
-    if config.ema is not None:
-        options.update(use_ema=True, ema_momentum=config.ema)
-    if config.accumulate > 1:
-        options["gradient_accumulation_steps"] = config.accumulate
-    name = config.optimizer
-    if name == "momentum":
-        name = "sgd"
-        options["momentum"] = 0.9
-    try:
-        return keras.optimizers.get({"class_name": name, "config": options})
-    except (ValueError, TypeError) as error:
-        raise UsageError(
-            f"--optimizer must be momentum or the name of a Keras optimizer (sgd, adam, adamw, …). Received: {name!r} "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-
-
-def peak_learning_rate(config: TrainConfig) -> float:
-    """The learning rate after warm-up and before decay, scaled to the number of ranks."""
-    assert config.learning_rate is not None
-    return scaled_learning_rate(config.learning_rate, config.lr_scaling, runtime.current().topology.size)
-
-
-def _learning_rate(config: TrainConfig, total_steps: int) -> Any:
-    peak = peak_learning_rate(config)
-    if not config.warmup_steps and config.lr_decay == "none":
-        return peak
-    return WarmUpThenDecay(
-        peak,
-        warmup_steps=config.warmup_steps,
-        decay=config.lr_decay,
-        decay_rate=config.lr_decay_rate,
-        decay_steps=config.lr_decay_steps or max(1, total_steps // 3),
-        total_steps=total_steps,
-        micro_batches_per_step=config.accumulate,
-    )
 
 
 def _finish(
     config: TrainConfig, task: Task, model: keras.Model, run_directory: RunDirectory, summary: dict[str, Any]
 ) -> None:
-    # The saved model has to open without hvdtrain, which a schedule of ours would need.
-    model.compile(
-        optimizer=make_optimizer(config, peak_learning_rate(config)), loss=task.loss(), metrics=task.metrics()
-    )
+    compile_plainly(model, config, task)
     run_directory.finish(model, summary)
 
 
@@ -210,23 +124,7 @@ def _make_trainer(
     config: TrainConfig, task: Task, data: Data, run_directory: RunDirectory, path: Path, watch: JobWatch
 ) -> Trainer:
     assert config.batch_size is not None
-    collectives = runtime.current().collectives
-    plan = SamplePlan(
-        num_samples=data.training.num_samples,
-        batch_size=config.batch_size,
-        size=collectives.size,
-        accumulate=config.accumulate,
-    )
-    total_steps = config.steps or (config.epochs or 0) * plan.steps_per_epoch
-    if config.mixed_precision != "none":
-        keras.config.set_dtype_policy(f"mixed_{config.mixed_precision}")
-    model = task.make_model()
-    optimizer = make_optimizer(config, _learning_rate(config, total_steps))
-    model.compile(
-        optimizer=DistributedOptimizer(optimizer, op=config.op, compression=config.compression, groups=config.groups),
-        loss=task.loss(),
-        metrics=task.metrics(),
-    )
+    model = make_model(config, task, data)
     checkpointer = Checkpointer(
         path / "checkpoints", model, keep=config.keep, facts={"task": config.task, "config": config.as_dict()}
     )
@@ -236,7 +134,7 @@ def _make_trainer(
         data.training,
         data.evaluation,
         batch_size=config.batch_size,
-        steps=total_steps,
+        steps=total_steps(config, data),
         seed=config.seed,
         accumulate=config.accumulate,
         steps_per_call=config.steps_per_call,
@@ -253,7 +151,7 @@ def _make_trainer(
         checkpoint_every=config.checkpoint_every,
         resume=config.resume,
         watch=watch,
-        identity={"task": config.task},
+        identity={"task": short_name(config.task)},
         local=_local_training(config),
     )
 
@@ -291,6 +189,6 @@ def _facts(config: TrainConfig, trainer: Trainer) -> dict[str, Any]:
         "global batch": f"{trainer.plan.global_batch_size} samples, {trainer.plan.steps_per_epoch} steps an epoch, "
         f"{trainer.total_steps} steps in all",
         "mode": _mode(config),
-        "learning rate": f"{peak_learning_rate(config):g} ({config.optimizer}, decay {config.lr_decay}, "
+        "learning rate": f"{peak_learning_rate(config):g} ({config.optimizer or 'own'}, decay {config.lr_decay}, "
         f"warm-up {config.warmup_steps} steps)",
     }

@@ -196,7 +196,7 @@ def _moving_average_per_update(optimizer: Any) -> Callable[..., None]:
             return
         micro_batches = tf.convert_to_tensor(optimizer._iterations) + 1
         # The first update starts the average.
-        momentum = tf.where(micro_batches > steps, tf.constant(optimizer.ema_momentum, tf.float64), 0.0)
+        momentum = tf.where(micro_batches > steps, tf.cast(optimizer.ema_momentum, tf.float64), 0.0)
 
         def average_all() -> None:
             for variable, average in zip(trainable_variables, optimizer._model_variables_moving_average, strict=True):

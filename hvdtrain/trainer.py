@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from hvdtrain import process, replicas, runtime
+from hvdtrain.activations import Activations
 from hvdtrain.averaging import LocalTraining
 from hvdtrain.batchnorm import synchronize_batch_normalization
 from hvdtrain.callbacks import RankCallbacks
@@ -188,6 +189,7 @@ class Trainer:
             quota=self._quota,
             shares=None if local is not None and local.wait_free else shares,
             averager=self._mode.averager,
+            activations=Activations(model, evaluation or training),
         )
         self._checkpointer = checkpointer
         self._resume = resume

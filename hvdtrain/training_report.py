@@ -5,6 +5,7 @@ from typing import Any
 import keras
 
 from hvdtrain import replicas
+from hvdtrain.activations import Activations
 from hvdtrain.averaging import ParameterAverager
 from hvdtrain.collectives import Collectives
 from hvdtrain.data.bad_samples import BadSampleQuota
@@ -34,6 +35,7 @@ class TrainingReport:
         quota: BadSampleQuota,
         shares: TimeShares | None,
         averager: ParameterAverager | None,
+        activations: Activations,
     ):
         self._model = model
         self._plan = plan
@@ -44,6 +46,7 @@ class TrainingReport:
         self._quota = quota
         self._shares = shares
         self._averager = averager
+        self._activations = activations
 
     def epoch_so_far(self) -> dict[str, float]:
         """Loss and metrics of the epoch over all ranks, added up once a step."""
@@ -70,8 +73,13 @@ class TrainingReport:
         self._reporter.progressed(self._progress.step, {**self.epoch_so_far(), **gauges})
 
     def histograms(self) -> None:
-        """Tells of weights and gradients."""
-        self._reporter.histograms(self._progress.step, replicas.weights_by_path(self._model), self._gradients.copies())
+        """Tells of weights, gradients and activations."""
+        groups = {
+            "weights": replicas.weights_by_path(self._model),
+            "gradients": self._gradients.copies(),
+            "activations": self._activations.read(),
+        }
+        self._reporter.histograms(self._progress.step, groups)
 
     def _look_for_skipped(self) -> None:
         skipped, progress = self._gradients.skipped_steps(), self._progress

@@ -164,6 +164,33 @@ class Checkpointer:
         rank_state = None if own is None else own["state"]
         return Restored(manifest["step"], Path(found["path"]), kept["state"], rank_state, manifest)
 
+    def load(self, path: str | Path | None = None) -> Restored:
+        """Gives every rank the model and optimizer of a checkpoint, to look at; every rank has to call it.
+
+        Nothing in the folder changes, which may be that of a run that goes on. What was each rank's own is left
+        out, so that the model is the same on any number of ranks.
+
+        Args:
+            path: of a checkpoint, or of a folder that holds some; None: the latest.
+
+        Raises:
+            JobError: on every rank, with exit code 65, where there is no whole checkpoint, or one of another model.
+        """
+        read: tuple[Path, dict[str, Any], dict[str, np.ndarray]] | None = None
+
+        def find() -> tuple[str, dict[str, Any]]:
+            nonlocal read
+            candidates = folders.checkpoints_in(self._directory) if path is None else _checkpoints_at(Path(path))
+            read = self._latest_whole(candidates)
+            if read is None:
+                raise DataError(f"there must be a checkpoint. Received: none in {path or self._directory}")
+            self._model_state.require_same_variables(read[1])
+            return str(read[0]), read[1]
+
+        found, manifest = on_first_rank(find, self._collectives)
+        self._model_state.restore(manifest, {} if read is None else read[2], with_own=False)
+        return Restored(manifest["step"], Path(found), None, None, manifest)
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for the write that is under way, on rank 0."""
         self._writer.wait(timeout_s)
@@ -181,14 +208,9 @@ class Checkpointer:
                 )
             return None
         candidates = own if str(resume) in RESUME else self._named(Path(resume), own)
-        damaged: list[str] = []
-        for folder in reversed(candidates):
-            problem = folders.damage(folder)
-            if problem is not None:
-                damaged.append(f"{folder} is damaged: {problem}")
-                tell(0, damaged[-1])
-                continue
-            manifest, tensors = folders.read(folder)
+        whole = self._latest_whole(candidates)
+        if whole is not None:
+            folder, manifest, tensors = whole
             kept = tree.join(manifest.pop("kept"), tensors)
             _require_same(identity, kept["identity"], folder)
             self._model_state.require_same_variables(manifest)
@@ -198,21 +220,28 @@ class Checkpointer:
                         0, f"goes on from step {manifest['step']}; {later} was set aside as {folders.set_aside(later)}"
                     )
             return folder, manifest, tensors, kept
-        if damaged:
-            raise DataError(
-                f"there must be a whole checkpoint in {candidates[0].parent}. Received: {len(damaged)}, all damaged. "
-                "Nothing was deleted. Bring one back from a copy, or start anew with another --run-dir."
-            )
         if str(resume) == "must":
             raise DataError(f"--resume must needs a checkpoint. Received: none in {self._directory}")
         return None
 
+    def _latest_whole(self, candidates: list[Path]) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]] | None:
+        """The last one that is not damaged, with its manifest and tensors; None: there are no candidates."""
+        num_damaged = 0
+        for folder in reversed(candidates):
+            problem = folders.damage(folder)
+            if problem is None:
+                return folder, *folders.read(folder)
+            num_damaged += 1
+            tell(0, f"{folder} is damaged: {problem}")
+        if num_damaged:
+            raise DataError(
+                f"there must be a whole checkpoint in {candidates[0].parent}. Received: {num_damaged}, all damaged. "
+                "Nothing was deleted. Bring one back from a copy, or start anew with another --run-dir."
+            )
+        return None
+
     def _named(self, path: Path, own: list[Path]) -> list[Path]:
-        for folder in (path, path / "checkpoints"):
-            if found := folders.checkpoints_in(folder):
-                break
-        else:
-            found = [each for each in folders.checkpoints_in(path.parent) if each.name == path.name]
+        found = _checkpoints_at(path)
         if not found:
             raise DataError(
                 f"--resume must be auto, never, must, or the path of a checkpoint or of a run. Received: {path}, where "
@@ -240,6 +269,20 @@ class Checkpointer:
 
     def _warn(self, error: Exception) -> None:
         tell(0, f"a checkpoint could not be written to {self._directory}: {error}. Earlier ones are untouched.")
+
+
+def newest_step(directory: Path) -> int | None:
+    """The step of the latest checkpoint in a folder, whole or not; None: there is none."""
+    found = folders.checkpoints_in(directory)
+    return folders.step_of(found[-1]) if found else None
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """A checkpoint by its path, or those of a folder or run."""
+    for folder in (path, path / "checkpoints"):
+        if found := folders.checkpoints_in(folder):
+            return found
+    return [each for each in folders.checkpoints_in(path.parent) if each.name == path.name]
 
 
 def _require_same(here: Mapping[str, Any], there: Mapping[str, Any], folder: Path) -> None:

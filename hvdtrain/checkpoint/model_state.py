@@ -79,19 +79,24 @@ class ModelState:
                     f"{_text(saved)} in the checkpoint, {_text(own)} here"
                 )
 
-    def restore(self, description: Mapping[str, Any] | None, tensors: Mapping[str, np.ndarray]) -> None:
+    def restore(
+        self, description: Mapping[str, Any] | None, tensors: Mapping[str, np.ndarray], *, with_own: bool = True
+    ) -> None:
         """Puts back what rank 0 has read. Every rank has to call it.
 
         Args:
             description: on rank 0; on the others of no account, as ``tensors``.
+            with_own: also what was each rank's own.
         """
         collectives = self._collectives
         by_rank = None
         if collectives.rank == 0:
             assert description is not None
             self._restore_shared(description, tensors)
-            by_rank = self._own_by_rank(description, tensors)
+            by_rank = self._own_by_rank(description, tensors) if with_own else None
         collectives.broadcast([variable.value for variable in self._shared().values()])
+        if not with_own:
+            return
         by_rank = collectives.allgather(by_rank)[0]
         if len(by_rank) == collectives.size:
             here = {**self._shared(), **self._metrics(), **self._random()}

@@ -35,8 +35,8 @@ class Arrays:
     bad_samples: Sequence[BadSample] = ()
 
     def __init__(self, x: Any, y: Any, sample_weight: Any = None, *, augment: Augment | None = None):
-        self._x = tf.nest.map_structure(np.asarray, x)
-        self._y = tf.nest.map_structure(np.asarray, y)
+        self.x = tf.nest.map_structure(np.asarray, x)
+        self.y = tf.nest.map_structure(np.asarray, y)
         self._weights = () if sample_weight is None else (np.asarray(sample_weight, keras.config.floatx()),)
         self._augment = augment
         sizes = {len(array) if array.ndim else 0 for array in self._flat()}
@@ -72,7 +72,7 @@ class Arrays:
         return random_access_evaluation(self._read, batches, first_batch)
 
     def _flat(self) -> list[np.ndarray]:
-        return tf.nest.flatten((self._x, self._y, *self._weights))
+        return tf.nest.flatten((self.x, self.y, *self._weights))
 
     @functools.cached_property
     def _tensors(self) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ class Arrays:
         # asked for while a graph is made, of which they must be no part. Input runs on the CPU; a GPU's
         # memory is for the model.
         with tf.init_scope(), tf.device("CPU"):
-            return tf.nest.map_structure(tf.constant, (self._x, self._y, *self._weights))
+            return tf.nest.map_structure(tf.constant, (self.x, self.y, *self._weights))
 
     def _read(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), self._tensors)

@@ -41,8 +41,8 @@ class Reporter:
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """After each evaluation."""
 
-    def histograms(self, step: int, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> None:
-        """The values of variables and of their gradients, by the variables' paths."""
+    def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """The values of ``weights``, ``gradients`` (by the variables' paths) and ``activations`` (by layers)."""
 
     def warned(self, step: int, text: str) -> None:
         """Something was amiss, and the run goes on."""
@@ -83,8 +83,8 @@ class SeveralReporters(Reporter):
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         self._hand_on("evaluated", step, values)
 
-    def histograms(self, step: int, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> None:
-        self._hand_on("histograms", step, weights, gradients)
+    def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        self._hand_on("histograms", step, groups)
 
     def warned(self, step: int, text: str) -> None:
         self._hand_on("warned", step, text)

@@ -51,9 +51,9 @@ class TensorBoardReporter(Reporter):
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         self._write_scalars("eval", step, values)
 
-    def histograms(self, step: int, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]) -> None:
+    def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         with self._writer("train").as_default(step):
-            for group, arrays in (("weights", weights), ("gradients", gradients)):
+            for group, arrays in groups.items():
                 for path, array in arrays.items():
                     _write_histogram(f"{group}/{path}", array)
 

@@ -29,7 +29,7 @@ def read_data(data_dir: Path | None) -> Data:
     return Data(Arrays(images[training], labels[training]), Arrays(images[test], labels[test]))
 
 
-def make_model() -> keras.Model:
+def make_model(data: Data | None = None) -> keras.Model:
     """Two convolutions and a dense layer, 38,866 parameters."""
     return keras.Sequential(
         [
@@ -46,12 +46,10 @@ def make_model() -> keras.Model:
 
 
 TASK = Task(
-    make_model=make_model,
-    read_data=read_data,
+    model=make_model,
+    data=read_data,
     loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
     optimizer="adam",
-    learning_rate=2e-3,
-    batch_size=32,
-    epochs=24,
+    defaults={"learning_rate": 2e-3, "batch_size": 32, "epochs": 24},
 )

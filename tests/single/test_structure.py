@@ -13,9 +13,20 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 ORDER = [
     *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime"),
     *("failure", "replicas", "optimizer", "averaging", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
-    *("gradient_watch", "data", "metrics", "checkpoint", "report", "run_directory", "steps", "callbacks", "evaluation"),
-    *("progress", "intervals", "modes", "training_report", "tasks", "trainer"),
-    *("job", "doctor", "cli", "__main__"),
+    *(
+        "gradient_watch",
+        "data",
+        "activations",
+        "metrics",
+        "checkpoint",
+        "report",
+        "run_directory",
+        "steps",
+        "callbacks",
+        "evaluation",
+    ),
+    *("progress", "intervals", "modes", "training_report", "tasks", "building", "trained_run", "trainer"),
+    *("session", "job", "evaluate", "export", "doctor", "cli", "__main__"),
 ]
 
 
