@@ -3,10 +3,11 @@
 import json
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from launcher import ROOT, Finished, run_job
+from launcher import ROOT, Finished, Job, run_job
 
 TRAIN = [sys.executable, "-m", "hvdtrain"]
 SUMMARY_KEYS = {
@@ -52,7 +53,7 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--task", "nothing"], 64, "--task must name a task: digits. Received: 'nothing'"),
+        (["--task", "nothing"], 64, "--task must name a task (digits, "),
         (["--batch-size", "0"], 64, "--batch-size must be at least 1. Received: 0"),
         (["--learning-rate", "fast"], 64, "--learning-rate must be a number. Received: 'fast'"),
         (["--optimizer", "nothing"], 64, "--optimizer must be"),
@@ -259,15 +260,85 @@ def test_an_exception_of_one_rank_ends_the_job_with_its_cause(tmp_path):
     assert job.output.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
-def test_example(name):
-    path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 80
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short(path):
+    assert len(path.read_text().splitlines()) < 100
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in EXAMPLES if path.stem not in ("own_task", "resume_after_kill")],
+    ids=lambda path: path.stem,
+)
+def test_example(path):
     job = run_job([sys.executable, str(path)], ranks=2, timeout_s=120)
     assert job.code == 0, job.output
     told_accuracy = re.findall(r"test accuracy ([\d.]+) after training on 2 rank", job.output)
     assert len(told_accuracy) == 1
     assert float(told_accuracy[0]) > 0.95
+
+
+def test_example_of_a_task_of_ones_own(tmp_path):
+    path = ROOT / "examples" / "own_task.py"
+    assert len(path.read_text().splitlines()) < 40
+    job = run_job([*TRAIN, "--task", str(path)], ranks=2, timeout_s=120, cwd=tmp_path)
+    assert job.code == 0, job.output
+    assert json.loads((tmp_path / "runs" / "own_task" / "summary.json").read_text())["eval"]["accuracy"] > 0.93
+
+
+def test_example_of_a_run_that_is_killed():
+    job = run_job(
+        [sys.executable, str(ROOT / "examples" / "resume_after_kill.py")], ranks=1, launcher="", timeout_s=180
+    )
+    assert job.code == 0, job.output
+    digests = re.findall(r"(?:without a break|killed and resumed): (\w{64})", job.output)
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+
+
+def test_an_error_in_ones_own_task_shows_its_traceback(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text((ROOT / "examples" / "own_task.py").read_text().replace("table.target[training]", "1 / 0"))
+    job = run_job([*TRAIN, "--task", str(path), "--run-dir", str(tmp_path / "run")], ranks=2, timeout_s=90)
+    assert job.code == 1, job.output
+    assert len(told(job)) == 1, job.output
+    assert job.output.count("Traceback") == 1
+    assert f'File "{path}"' in job.output
+    assert "ZeroDivisionError: division by zero" in job.output
+
+
+def test_missing_files_are_told_once_with_where_to_get_them(tmp_path):
+    job = run_job([*TRAIN, "--task", "cifar10", "--data-dir", str(tmp_path)], ranks=2, timeout_s=90, cwd=tmp_path)
+    assert job.code == 65, job.output
+    assert len(told(job)) == 1, job.output
+    assert "cs.toronto.edu" in told(job)[0]
+    assert "--make-sample-data" in told(job)[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_evaluation_as_checkpoints_appear(tmp_path):
+    """In a job of its own, while the run goes on; it ends with the run's last checkpoint."""
+    run_dir = tmp_path / "run"
+    train = Job([*TRAIN, "--run-dir", str(run_dir), "--steps", "120", "--checkpoint-every", "40"], ranks=2)
+    while not (run_dir / "config.json").exists():
+        time.sleep(0.1)
+    job = run_job([*TRAIN, "eval", "--run-dir", str(run_dir), "--watch"], ranks=1, timeout_s=120)
+    assert job.code == 0, job.output
+    assert train.end(60).code == 0
+    told_steps = [json.loads(line)["step"] for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert told_steps[-1] == 120
+    assert told_steps == sorted(set(told_steps))
+
+
+@pytest.mark.parametrize("command", ["eval", "export"])
+def test_commands_that_need_a_run(command, tmp_path):
+    job = run_job([*TRAIN, command, "--run-dir", str(tmp_path)], ranks=2, timeout_s=60)
+    assert job.code == 65, job.output
+    assert len(told(job)) == 1, job.output
+    assert f"--run-dir must be the folder of a run, with its config.json. Received: {tmp_path}" in told(job)[0]
 
 
 def test_doctor_under_a_launcher():

@@ -135,6 +135,29 @@ def test_all_damaged(two_checkpoints, tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_a_look_at_a_checkpoint_changes_nothing(two_checkpoints, tmp_path, capfd):
+    original, values = two_checkpoints
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
+    before = contents(tmp_path)
+    model = make()
+    seeds = [layer.seed_generator.state.numpy() for layer in model.layers if hasattr(layer, "seed_generator")]
+    reader = checkpointer(tmp_path, model)
+    weights = len(model.weights)
+    for path, step in ((tmp_path / "step-00000001", 1), (None, 2)):
+        assert reader.load(path).step == step
+        assert same([each.numpy() for each in model.weights], values[step][:weights])
+    assert all(
+        np.array_equal(layer.seed_generator.state.numpy(), seed)
+        for layer, seed in zip([each for each in model.layers if hasattr(each, "seed_generator")], seeds, strict=True)
+    )
+    assert contents(tmp_path) == before
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    assert reader.load().step == 1
+    assert "step-00000002 is damaged" in capfd.readouterr().err
+    with pytest.raises(JobError, match=r"there must be a checkpoint. Received: none in .*nothing"):
+        reader.load(tmp_path / "nothing")
+
+
 def test_what_resume_means(two_checkpoints, tmp_path):
     original, values = two_checkpoints
     folder = tmp_path / "checkpoints"

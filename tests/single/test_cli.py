@@ -52,10 +52,17 @@ def test_bad_arguments(arguments, message):
     ("arguments", "code", "message"),
     [
         (["--steps", "-3"], 64, "--steps must be at least 1. Received: -3"),
-        (["launch"], 64, "the command must be one of train, doctor. Received: 'launch'"),
+        (["launch"], 64, "the command must be one of train, eval, export, doctor. Received: 'launch'"),
         (["train", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
         (["--timeline", "/nowhere/trace.json"], 65, "--timeline must be a file in an existing folder"),
         (["doctor", "--fast"], 64, "doctor takes no options"),
+        (["eval", "--steps", "3"], 64, "unrecognized arguments: --steps 3"),
+        (["eval", "--watch", "--checkpoint", "x"], 64, "--watch takes the latest checkpoint each time. Received: "),
+        (["eval", "--batch-size", "0"], 64, "--batch-size must be at least 1"),
+        (["export", "--format", "pickle"], 64, "--format must be one of keras, saved_model, onnx. Received: 'pickle'"),
+        (["export", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
+        (["--ema-ramp"], 64, "--ema-ramp is of --ema"),
+        (["--lr-decay-steps", "3", "--lr-decay-epochs", "3"], 64, "exclude each other"),
     ],
 )
 def test_exit_codes(arguments, code, message, capsys):

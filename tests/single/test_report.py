@@ -124,7 +124,7 @@ def test_json_lines_hold_every_event(tmp_path):
     reporter.started({"task": "digits"}, SHAPE)
     reporter.progressed(10, VALUES)
     reporter.evaluated(16, {"loss": 0.5})
-    reporter.histograms(16, {"kernel": np.ones(3)}, {})
+    reporter.histograms(16, {"weights": {"kernel": np.ones(3)}})
     reporter.finished(SUMMARY)
     reporter.close()
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -166,7 +166,7 @@ def test_several_are_told_everything():
         ("resumed", 5, Path("step-00000005")),
         ("progressed", 10, VALUES),
         ("evaluated", 16, {"loss": 0.5}),
-        ("histograms", 16, {"kernel": 1}, {"kernel": 2}),
+        ("histograms", 16, {"weights": {"kernel": 1}}),
         ("warned", 17, "a step was skipped"),
         ("finished", SUMMARY),
         ("complete", 20, Path("run")),

@@ -70,7 +70,7 @@ HISTOGRAMS = {
 def test_tensorboard_reads_every_histogram(tmp_path):
     reporter = TensorBoardReporter(tmp_path)
     for step in (5, 10):
-        reporter.histograms(step, HISTOGRAMS, {"normal": 100 * HISTOGRAMS["normal"]})
+        reporter.histograms(step, {"weights": HISTOGRAMS, "gradients": {"normal": 100 * HISTOGRAMS["normal"]}})
     reporter.close()
     events = read_back(tmp_path / "train")
     assert set(events.Tags()["tensors"]) == {"gradients/normal", *(f"weights/{name}" for name in HISTOGRAMS)}

@@ -45,9 +45,10 @@ class Told(Reporter):
     def evaluated(self, step, values):
         self.events.append(("evaluated", step))
 
-    def histograms(self, step, weights, gradients):
+    def histograms(self, step, groups):
         self.events.append(("histograms", step))
-        self.gradients = gradients
+        self.groups = groups
+        weights, gradients = groups["weights"], groups["gradients"]
         assert [weights[path].shape for path in weights] == [gradients[path].shape for path in weights]
 
     def steps(self, name: str) -> list[int]:
@@ -94,7 +95,18 @@ def test_the_norm_and_the_copies_are_of_the_last_gradient():
     gradients = tape.gradient(value, model.trainable_variables)
     assert trainer._gradients.norm() == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-        assert told.gradients[variable.path] == pytest.approx(gradient.numpy(), abs=1e-6)
+        assert told.groups["gradients"][variable.path] == pytest.approx(gradient.numpy(), abs=1e-6)
+
+
+def test_activations_are_those_of_the_layers():
+    told = Told()
+    model = make_model(keras.optimizers.SGD(0.0))
+    hvdtrain.Trainer(model, Arrays(X, Y), batch_size=70, steps=1, histograms_every=1, reporter=told).fit()
+    assert list(told.groups["activations"]) == [layer.name for layer in model.layers]
+    values = tf.constant(X[:32])
+    for layer in model.layers:
+        values = layer(values, training=False)
+        assert np.allclose(told.groups["activations"][layer.name], values, atol=1e-6)
 
 
 def test_a_model_can_be_trained_twice():

@@ -1,0 +1,121 @@
+"""The built-in tasks on files of their formats: trained, gone on with, evaluated, exported by the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launcher import TESTS, run_job
+
+from hvdtrain.tasks import sample_data
+
+# Options of the run, and the accuracy that it has to come to on the generated files.
+TASKS = {
+    "cifar10": (["--steps", "60", "--batch-size", "32", "--learning-rate", "0.05"], 0.95),
+    "mnist": (["--steps", "60", "--batch-size", "32"], 0.9),
+    "tabular": (["--steps", "200"], 0.97),
+    "text": (["--steps", "40", "--learning-rate", "0.01"], 0.97),
+}
+
+
+def run_commands(lines, folder: Path, *, ranks: int, timeout_s: float) -> str:
+    """Runs command lines one after the other in one job; gives back what it said."""
+    file = folder / f"commands-{ranks}.json"
+    file.write_text(json.dumps([[str(word) for word in line] for line in lines]))
+    job = run_job([sys.executable, str(TESTS / "commands.py"), str(file)], ranks=ranks, timeout_s=timeout_s)
+    assert job.code == 0, job.output
+    return job.output
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder with a run of each task on 2 ranks, and with one that was stopped half-way and gone on with."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = []
+    for task, (options, _) in TASKS.items():
+        data_dir = folder / "data" / task
+        sample_data.write(task, data_dir)
+        line = ["--task", task, "--data-dir", data_dir, *options, "--run-dir"]
+        lines.append([*line, folder / task])
+        half = str(int(options[1]) // 2)
+        lines += [[*line, folder / f"{task}-halves", "--steps", half], [*line, folder / f"{task}-halves"]]
+    run_commands(lines, folder, ranks=2, timeout_s=420)
+    return folder
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_learns_and_goes_on_to_the_bit(task, runs):
+    whole, halves = summary(runs / task), summary(runs / f"{task}-halves")
+    assert whole["eval"]["accuracy"] >= TASKS[task][1]
+    assert whole["ranks"] == 2
+    assert halves["resumed_from"] == whole["steps"] // 2
+    assert halves["weights_sha256"] == whole["weights_sha256"]
+    assert halves["eval"] == whole["eval"]
+
+
+def test_evaluation_is_the_same_on_any_number_of_ranks(runs):
+    lines = [["eval", "--run-dir", runs / task] for task in TASKS]
+    for ranks in (1, 2, 4):
+        run_commands(lines, runs, ranks=ranks, timeout_s=240)
+    for task in TASKS:
+        told = [json.loads(line) for line in (runs / task / "evaluations.jsonl").read_text().splitlines()]
+        assert len(told) == 3
+        expected = summary(runs / task)["eval"]
+        for each in told:
+            assert each["step"] == summary(runs / task)["steps"]
+            assert each["accuracy"] == expected["accuracy"]
+            assert each["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+
+
+OPEN = """
+import json, sys
+sys.modules["horovod"] = sys.modules["hvdtrain"] = sys.modules["mpi4py"] = None
+import numpy as np
+kind, *files = sys.argv[1:]
+for path, inputs, outputs in zip(files[::3], files[1::3], files[2::3]):
+    x = np.load(inputs)
+    if kind == "keras":
+        import keras
+        y = keras.models.load_model(path)(x)
+    elif kind == "saved_model":
+        import tensorflow as tf
+        (y,) = tf.saved_model.load(path).signatures["serving_default"](tf.constant(x)).values()
+    else:
+        import onnxruntime
+        session = onnxruntime.InferenceSession(path)
+        (y,) = session.run(None, {session.get_inputs()[0].name: x})
+    np.save(outputs, np.asarray(y))
+"""
+
+
+def test_exported_models_open_without_us_and_say_the_same(runs, tmp_path):
+    import keras
+
+    suffixes = {"keras": ".keras", "saved_model": "", "onnx": ".onnx"}
+    lines = [
+        ["export", "--run-dir", runs / task, "--format", kind, "--output", tmp_path / f"{task}{suffix}"]
+        for kind, suffix in suffixes.items()
+        for task in TASKS
+    ]
+    run_commands(lines, tmp_path, ranks=2, timeout_s=400)
+    rng = np.random.default_rng(0)
+    expected = {}
+    for task in TASKS:
+        model = keras.models.load_model(runs / task / "model.keras")
+        shape = (5, *model.input_shape[1:])
+        x = rng.integers(0, 40, shape).astype(np.int32) if task == "text" else rng.normal(size=shape).astype(np.float32)
+        np.save(tmp_path / f"{task}-x.npy", x)
+        expected[task] = model(x)
+    for kind, suffix in suffixes.items():
+        names = [name for task in TASKS for name in (f"{task}{suffix}", f"{task}-x.npy", f"{task}-{kind}.npy")]
+        command = [sys.executable, "-c", OPEN, kind, *(str(tmp_path / name) for name in names)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        for task in TASKS:
+            assert np.allclose(np.load(tmp_path / f"{task}-{kind}.npy"), expected[task], atol=1e-5), (task, kind)

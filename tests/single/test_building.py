@@ -1,0 +1,110 @@
+"""What a configuration and a task come to: defaults, the optimizer, the learning rate."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain import building, config
+from hvdtrain.data import Arrays
+from hvdtrain.errors import UsageError
+from hvdtrain.tasks import Data, Task, load_task
+from hvdtrain.weight_average import ramp_up
+
+hvdtrain.init()
+X = np.zeros((100, 3), np.float32)
+DATA = Data(Arrays(X, X[:, :1]))
+
+
+def task(**fields) -> Task:
+    def model(data):
+        return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+
+    return Task(**{"model": model, "data": lambda folder: DATA, "loss": "mse", **fields})
+
+
+def filled(flags, **fields):
+    return building.with_task_defaults(config.build(flags, None), task(**fields))
+
+
+def test_the_task_fills_in_what_was_not_said():
+    defaults = {"batch_size": 8, "epochs": 3, "log_every": 100, "ema": 0.9, "ema_ramp": True}
+    asked = filled({"batch_size": "4"}, defaults=defaults)
+    assert (asked.batch_size, asked.epochs, asked.log_every, asked.ema, asked.ema_ramp) == (4, 3, 100, 0.9, True)
+    assert (asked.optimizer, asked.learning_rate) == ("adam", pytest.approx(1e-3))
+
+
+def test_what_was_said_wins_also_where_it_is_the_options_own_default():
+    assert filled({"log_every": "10"}, defaults={"log_every": 100}).log_every == 10
+
+
+def test_steps_and_epochs_exclude_each_other():
+    assert (filled({"steps": "7"}, defaults={"epochs": 3}).epochs, filled({}, defaults={"steps": 3}).epochs) == (
+        None,
+        None,
+    )
+    assert (filled({"epochs": "7"}, defaults={"steps": 3}).steps, filled({}).epochs) == (None, 1)
+    decay = filled({"lr_decay_steps": "5"}, defaults={"lr_decay_epochs": 350})
+    assert (decay.lr_decay_steps, decay.lr_decay_epochs) == (5, None)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [({"batch": 3}, "unknown key 'batch'"), ({"batch_size": 0}, "--batch-size must be at least 1")],
+)
+def test_wrong_defaults_are_refused(defaults, message):
+    with pytest.raises(UsageError, match=message):
+        filled({}, defaults=defaults)
+
+
+def test_an_optimizer_of_the_tasks_own_is_changed_by_flags():
+    own = {"optimizer": lambda: keras.optimizers.Adam(0.25, beta_2=0.5)}
+    asked = filled({"clip_norm": "2", "ema": "0.5"}, **own)
+    optimizer = building.make_optimizer(asked, task(**own), building.peak_learning_rate(asked))
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert (float(optimizer.learning_rate), optimizer.beta_2, optimizer.global_clipnorm) == (0.25, 0.5, 2.0)
+    assert (optimizer.use_ema, optimizer.ema_momentum) == (True, 0.5)
+    assert float(filled({"learning_rate": "0.5"}, **own).learning_rate) == 0.5
+    other = building.make_optimizer(filled({"optimizer": "sgd"}, **own), task(**own), 0.1)
+    assert isinstance(other, keras.optimizers.SGD)
+
+
+def test_an_optimizer_of_the_tasks_own_has_a_number_for_its_learning_rate():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    with pytest.raises(UsageError, match=r"a number for its learning rate.*Received: ExponentialDecay"):
+        filled({}, optimizer=lambda: keras.optimizers.SGD(schedule))
+
+
+def test_cifar10_decays_every_350_epochs():
+    cifar10 = load_task("cifar10")
+    asked = building.with_task_defaults(config.build({"batch_size": "10"}, None), cifar10)
+    rate = building._learning_rate(asked, DATA)
+    steps = 350 * 10
+    assert [float(rate(step)) for step in (0, steps - 1, steps, 2 * steps)] == pytest.approx([0.1, 0.1, 0.01, 0.001])
+    assert (asked.ema, asked.checkpoint_every, asked.log_every, asked.steps) == (0.9999, 1000, 10, 100_000)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_momentum_of_the_average_rises(accumulate):
+    model = task().model(DATA)
+    optimizer = keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.3, gradient_accumulation_steps=accumulate if accumulate > 1 else None
+    )
+    hvdtrain.DistributedOptimizer(optimizer)
+    ramp_up(optimizer)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step():
+        optimizer.apply([tf.ones_like(variable) for variable in model.trainable_variables], model.trainable_variables)
+
+    expected = None
+    for update in range(12):
+        for _ in range(accumulate):
+            step()
+        weights = model.trainable_variables[0].numpy()
+        momentum = min(0.3, (1 + update) / (10 + update)) if update else 0.0
+        expected = weights if expected is None else momentum * expected + (1 - momentum) * weights
+        assert np.allclose(optimizer._model_variables_moving_average[0].numpy(), expected, atol=1e-6)
+    assert optimizer.ema_momentum == 0.3
