@@ -48,12 +48,12 @@ class Digits:
 
     def __init__(self) -> None:
         self.task = load_task("digits")
-        data = self.task.read_data(None)
-        self.training, self.evaluation = data.training, data.evaluation
+        self.data = self.task.read_data(None)
+        self.training, self.evaluation = self.data.training, self.data.evaluation
 
     def model(self, rate: float) -> keras.Model:
-        model = self.task.make_model()
-        model.compile(optimizer=keras.optimizers.Adam(rate * 2e-3), loss=self.task.loss())
+        model = self.task.make_model(self.data)
+        model.compile(optimizer=keras.optimizers.Adam(rate * 2e-3), loss=self.task.make_loss())
         return model
 
 

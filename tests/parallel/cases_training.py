@@ -53,7 +53,7 @@ def make(make_model, model_seed: int, optimizer) -> keras.Model:
 def difference_from_one_process(make_model, name: str, *, accumulate: int = 1, steps_per_call: int = 1) -> float:
     """1,437 samples leave 29 for the last step of an epoch: they do not divide by any number of ranks."""
     data = digits.read_data(None).training
-    x, y = data._x, data._y
+    x, y = data.x, data.y
     options = {} if accumulate == 1 else {"gradient_accumulation_steps": accumulate}
     # Other initial weights on each rank: the broadcast has to mend them before the first step.
     ours = make(make_model, 100 + RANK, OPTIMIZERS[name](**options))

@@ -59,7 +59,7 @@ def test_same_bits_as_the_plain_optimizer(name):
 def test_the_trainer_makes_the_bits_of_plain_fit(name, steps_per_call):
     """Two epochs of 100 samples in batches of 32: the last batch is short."""
     source = digits.read_data(None).training
-    x, y = source._x[:100], source._y[:100]
+    x, y = source.x[:100], source.y[:100]
     plan = SamplePlan(num_samples=100, batch_size=32, seed=9)
 
     def make():
