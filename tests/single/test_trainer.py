@@ -100,7 +100,9 @@ def test_the_norm_and_the_copies_are_of_the_last_gradient():
 
 def test_activations_are_those_of_the_layers():
     told = Told()
-    model = make_model(keras.optimizers.SGD(0.0))
+    inner = make_model()
+    model = keras.Sequential([layers.Input((5,)), inner.layers[0], layers.Dropout(0.5), inner.layers[1]])
+    model.compile(optimizer=keras.optimizers.SGD(0.0), loss=inner.loss, metrics=["accuracy"])
     hvdtrain.Trainer(model, Arrays(X, Y), batch_size=70, steps=1, histograms_every=1, reporter=told).fit()
     assert list(told.groups["activations"]) == [layer.name for layer in model.layers]
     values = tf.constant(X[:32])
@@ -124,6 +126,27 @@ def test_a_model_can_be_trained_twice():
     hvdtrain.Trainer(once, Arrays(X, Y), batch_size=70, epochs=2).fit()
     for a, b in zip(twice.weights, once.weights, strict=True):
         assert a.numpy() == pytest.approx(b.numpy(), abs=1e-6)
+
+
+def test_a_step_that_uses_its_metrics_in_a_way_of_its_own():
+    """Keras cannot make the metrics' variables beforehand from labels and outputs: the first step makes them."""
+
+    class Autoencoder(keras.Sequential):
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x=x, y=x, y_pred=self(x, training=True))
+            gradients = tape.gradient(self.optimizer.scale_loss(loss), self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return self.compute_metrics(x, x, self(x))
+
+    model = Autoencoder([layers.Input((5,)), layers.Dense(5)])
+    model.compile(optimizer="sgd", loss="mse", metrics=[keras.metrics.MeanAbsoluteError(name="error")])
+    strange = np.zeros((70, 2, 3), np.float32)
+    with pytest.raises(ValueError, match="shape"):
+        model._symbolic_build(data_batch=(keras.KerasTensor((None, 5)), keras.KerasTensor((None, 2, 3))))
+    summary = hvdtrain.Trainer(model, Arrays(X, strange), batch_size=70, steps=3, log_every=1).fit()
+    assert summary["metrics"]["error"] > 0
 
 
 def test_eager_models_and_steps_of_the_users_own():
