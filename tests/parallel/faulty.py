@@ -20,11 +20,12 @@ process.import_tensorflow()
 from hvdtrain import files  # noqa: E402
 from hvdtrain.checkpoint import folders  # noqa: E402
 from hvdtrain.cli import main  # noqa: E402
+from hvdtrain.data import feed  # noqa: E402
 from hvdtrain.steps import CompiledSteps  # noqa: E402
 
 SPEC = json.loads(sys.argv[1])
 RANK = process.find_launcher().rank
-train, write, sync = CompiledSteps.train, folders.write, files.sync
+train, sync, training_dataset = CompiledSteps.train, files.sync, feed.training_dataset
 
 
 def note() -> None:
@@ -65,6 +66,23 @@ def train_with_fault(steps: CompiledSteps, *arguments) -> None:
     time.sleep(SPEC.get("step_s", 0))
 
 
+def slow_input(*arguments, **options):
+    """One batch is long in coming."""
+    import tensorflow as tf
+
+    def wait(number: int) -> int:
+        if RANK in SPEC["ranks"] and number == SPEC["step"]:
+            note()
+            time.sleep(SPEC["input_s"])
+        return number
+
+    def waited_for(number: tf.Tensor, batch: tuple) -> tuple:
+        with tf.control_dependencies([tf.numpy_function(wait, [number], tf.int64)]):
+            return tf.nest.map_structure(tf.identity, batch)
+
+    return training_dataset(*arguments, **options).enumerate().map(waited_for)
+
+
 def slow_sync(path: Path) -> None:
     """A disk that takes its time, for the checkpoint of a job that was asked to stop."""
     if "checkpoints" in path.parts:
@@ -82,6 +100,8 @@ def sync_and_die(path: Path) -> None:
 
 if SPEC["fault"] == "die in a save":
     files.sync = folders.sync = sync_and_die
+elif SPEC["fault"] == "slow input":
+    feed.training_dataset = slow_input
 else:
     CompiledSteps.train = train_with_fault
     if "sync_s" in SPEC:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from launcher import ROOT, Job, run_job
 
-STEPS, CHECKPOINT_EVERY = 400, 25
-LONGEST_LIFE_S = 11.0
+STEPS, CHECKPOINT_EVERY = 600, 25
+LONGEST_LIFE_S = 10.0
 # Large batches, so that a step takes long enough for a run to outlive all kills.
 OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), "--batch-size", "512"]
 
@@ -38,19 +38,20 @@ def soak(kills: int, seed: int, folder: Path) -> int:
     generator, done = random.Random(seed), list[str]()
     try:
         while len(done) < kills and job.is_running:
-            time.sleep(generator.uniform(1.0, LONGEST_LIFE_S))
-            if not job.is_running:
-                break  # it has outrun the kills
             number = generator.choice([signal.SIGKILL, signal.SIGTERM])
             rank = generator.randrange(2)
-            pid = job.rank(rank)
-            os.kill(pid, number)
+            ranks = [job.rank(0), job.rank(1)]
+            # From its start on: a life that is shorter than the start makes the pause before the next one longer.
+            time.sleep(generator.uniform(0.5, LONGEST_LIFE_S))
+            if not job.is_running:
+                break  # it has outrun the kills
+            os.kill(ranks[rank], number)
             checkpoints = sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-????????"))
             done.append(f"{number.name} to rank {rank}, last checkpoint {checkpoints[-1] if checkpoints else 'none'}")
             print(done[-1], flush=True)
             deadline_s = time.time() + 10
-            while pid in job.processes():
-                assert time.time() < deadline_s, "the rank outlived its signal"
+            while not job.processes().keys().isdisjoint(ranks):
+                assert time.time() < deadline_s, "a rank outlived the signal"
                 time.sleep(0.05)
         ended = job.end(180)
     finally:

@@ -183,6 +183,21 @@ def test_a_second_signal_ends_it_at_once(untouched, tmp_path):
     goes_on(run_dir, untouched, resumed_from=20)
 
 
+def test_asked_to_stop_while_a_rank_waits_for_input(untouched, tmp_path):
+    """Row 4: the others are in the step that waits; it is ended and saved as soon as the input comes."""
+    run_dir = tmp_path / "run"
+    input_s = 3
+    job, mark = start(run_dir, "slow input", input_s=input_s, more=["--checkpoint-every", "0"])
+    ports = struck(job, mark)
+    os.kill(job.rank(1), signal.SIGTERM)
+    done = ended_in_time(job, mark, within_s=input_s + ENDS_WITHIN_S, ports=ports)
+    assert done.code == 75, done.output
+    (line,) = lines(done)
+    assert f"stopped at step 48 of {STEPS} (SIGTERM on rank 1 " in line, line
+    assert steps_of_checkpoints(run_dir) == [48]
+    goes_on(run_dir, untouched, resumed_from=48)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_silent_rank(rank, untouched, tmp_path):
     """Row 6: stopped for longer than the timeout, it is named and the job ended."""

@@ -73,6 +73,23 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(runs):
             assert each["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+def test_all_that_tabular_learns_is_seen_in_tensorboard(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(runs / "tabular" / "tensorboard" / "train"), size_guidance={"tensors": 0}).Reload()
+    tags = events.Tags()
+    variables = [f"{layer}/{kind}" for layer in ("hidden", "logit") for kind in ("kernel", "bias")]
+    histograms = {
+        *(f"weights/{name}" for name in variables),
+        *(f"gradients/{name}" for name in variables),
+        *("activations/hidden", "activations/logit"),
+    }
+    assert histograms | {"loss", "accuracy"} <= set(tags["tensors"]), tags
+    for name in histograms:
+        assert [event.step for event in events.Tensors(name)] == [100, 200], name
+    assert {"hidden", "logit"} <= {node.name.split("/")[1] for node in events.Graph().node if "/" in node.name}
+
+
 OPEN = """
 import json, sys
 sys.modules["horovod"] = sys.modules["hvdtrain"] = sys.modules["mpi4py"] = None

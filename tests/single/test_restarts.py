@@ -64,8 +64,9 @@ class Job:
 
     def begin(self, *arguments: str, prepare: Callable[[], object] = lambda: None) -> subprocess.Popen:
         def in_child() -> None:
-            # A test run in the background would hand on that it ignores SIGINT.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            # A test run in the background would hand on that it ignores these.
+            for number in (signal.SIGINT, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
             prepare()
 
         with self.stderr.open("w") as errors:
