@@ -1,6 +1,7 @@
 """What checkpoints cost a run of a large model: written in the background, and while training waits.
 
-    launch/run mpirun -np 2 python benchmarks/checkpointing.py
+    launch/run mpirun -np 2 python benchmarks/checkpointing.py               # on 2 cores: none is left for the writing
+    launch/run python benchmarks/checkpointing.py --threads 1                # one is
 
 Trains a network of more than 100 MB with Adam, whose state makes a checkpoint of more than 300 MB. Each
 repetition trains three times as long as ``--steps``: without checkpoints, with checkpoints in the background,
@@ -18,7 +19,13 @@ from pathlib import Path
 
 import hvdtrain
 
-topology = hvdtrain.init(seed=0)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=61)
+parser.add_argument("--every", type=int, default=20)
+parser.add_argument("--repeats", type=int, default=3)
+parser.add_argument("--threads", type=int, help="compute threads of a rank; default: a fair share of the cores")
+arguments = parser.parse_args()
+topology = hvdtrain.init(seed=0, threads=arguments.threads)
 import keras
 import numpy as np
 from keras import layers
@@ -77,11 +84,6 @@ def run_seconds(kind: str, steps: int, every: int, folder: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=61)
-    parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
     collectives = runtime.current().collectives
     folder = Path(collectives.allgather(tempfile.mkdtemp())[0])
     costs: dict[str, list[float]] = {"background": [], "foreground": []}

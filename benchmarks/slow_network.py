@@ -1,6 +1,6 @@
 """Time to a loss on a slow network: sync and local training over links of 100 Mbit/s and 20 ms.
 
-    launch/run python benchmarks/slow_network.py        # as root, with Debian's iproute2
+    launch/run python benchmarks/slow_network.py        # as root, with Debian's iproute2 and openssh-server
 
 Hosts are network namespaces of this machine, a rank on each. Trains the digits each way in turn, again and again, and
 evaluates every 46 steps, which takes time too. Prints how long each takes to come to the loss that sync training has in
@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch" / "lab"))
-from hosts import Laboratory
+LAUNCH = Path(__file__).resolve().parents[1] / "launch"
+sys.path.insert(0, str(LAUNCH / "lab"))
+from laboratory import Laboratory
 
 WAYS = {
     "sync": [],
@@ -31,9 +32,10 @@ LONGER = 3
 def train(lab: Laboratory, way: str, steps: int, run_dir: Path) -> dict[str, Any]:
     """The evaluations of a run, each as seconds since the first step and loss; what was sent; and its summary."""
     options = ["--steps", str(steps), "--eval-every", "46", "--log-every", "1000", "--check-every", "0"]
-    command = ["-x", "PATH", sys.executable, "-m", "hvdtrain", *options, "--run-dir", str(run_dir), *WAYS[way]]
+    train = [sys.executable, "-m", "hvdtrain", *options, "--run-dir", str(run_dir), *WAYS[way]]
+    command = lab.command(lab.names[0], [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), *train])
     sent = lab.bytes_sent(lab.names[0])
-    done = subprocess.run(lab.mpirun(command), capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
         sys.exit(f"{way} failed:\n{done.stdout}\n{done.stderr}")
     events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

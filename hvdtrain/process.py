@@ -5,6 +5,7 @@ Nothing here starts MPI or Horovod. TensorFlow is imported only by :func:`import
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import math
 import os
@@ -302,3 +303,12 @@ def versions() -> dict[str, str]:
     """Of everything whose difference between ranks would change results."""
     names = ("hvdtrain", "tensorflow", "keras", "horovod", "numpy")
     return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}
+
+
+def code_digest() -> str:
+    """Changes with every line of this package: a checkout can be another one on another host, of the same version."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain import runtime
+from hvdtrain import process, runtime
 from hvdtrain.collectives import Collectives
 from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
 
@@ -85,14 +85,15 @@ def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collecti
     Raises:
         DisagreementError: on every rank, with the difference, where a fact is not the same everywhere.
     """
-    all_facts = collectives.allgather(dict(facts))
+    gathered = collectives.allgather((process.host_name(), dict(facts)))
+    hosts, all_facts = [host for host, _ in gathered], [each for _, each in gathered]
     differences = []
     for key in sorted({key for each in all_facts for key in each}):
         by_value: dict[str, list[int]] = {}
         for rank, each in enumerate(all_facts):
             by_value.setdefault(repr(each.get(key, "missing")), []).append(rank)
         if len(by_value) > 1:
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            values = ", ".join(f"{value} on {_ranks(ranks, hosts)}" for value, ranks in by_value.items())
             differences.append(f"{key}: {values}")
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
@@ -102,8 +103,12 @@ def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collecti
         )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    if len(set(hosts)) == 1:
+        return named
+    theirs = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"{named} (host{'s' if len(theirs) > 1 else ''} {', '.join(theirs)})"
 
 
 def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:
@@ -173,7 +178,8 @@ def require_equal_replicas(
     """
     variables = [*model.weights, *([] if weights_only else model.optimizer.variables)]
     with shared_statistics(model, collectives):
-        digests = collectives.allgather([_digest(variable) for variable in variables])
+        gathered = collectives.allgather((process.host_name(), [_digest(variable) for variable in variables]))
+    hosts, digests = [host for host, _ in gathered], [each for _, each in gathered]
     for i, variable in enumerate(variables):
         values = [each[i] for each in digests]
         # The most common value is taken for the right one; among equals, the lowest rank's.
@@ -181,6 +187,6 @@ def require_equal_replicas(
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:
             raise DivergenceError(
-                f"replicas must be equal. At step {step} variable {variable.path!r} of {_ranks(others)} differs from "
-                "the other ranks'. Something on that rank changed it outside of the optimizer, or its memory failed."
+                f"replicas must be equal. At step {step} variable {variable.path!r} of {_ranks(others, hosts)} differs "
+                "from the other ranks'. Something on that rank changed it outside of the optimizer, or its memory failed."
             )

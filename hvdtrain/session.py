@@ -41,7 +41,8 @@ def run_on_ranks(
         collectives = runtime.current().collectives
         asked = on_every_rank(lambda: _accepted(config, refused), collectives)
         shared = {flag_of(name): value for name, value in asked.as_dict().items() if name not in OWN_TO_A_RANK}
-        replicas.require_agreement("configuration and versions", {**shared, **process.versions()}, collectives)
+        facts = {**shared, **process.versions(), "hvdtrain's code": process.code_digest()}
+        replicas.require_agreement("configuration and versions", facts, collectives)
         watch = JobWatch(collectives, stall_timeout_s=asked.stall_timeout)
         watch.start()
         work(asked, watch)

@@ -15,7 +15,6 @@ from hvdtrain.checkpoint.model_state import Averaged, ModelState
 from hvdtrain.collectives import Collectives
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.failure import on_every_rank, on_first_rank, tell
-from hvdtrain.replicas import sha256_of
 from hvdtrain.supervised import note_checkpoint
 
 RESUME = ("auto", "never", "must")
@@ -103,17 +102,10 @@ class Checkpointer:
         if self._collectives.rank == 0:
             arrays: dict[str, np.ndarray] = {}
             kept = {"state": state, "ranks": rank_states, "identity": dict(identity or {})}
-            manifest = {
-                **self._facts,
-                **description,
-                "kept": tree.split(kept, arrays, "state"),
-            }
+            manifest = {**self._facts, **description, "kept": tree.split(kept, arrays, "state")}
 
             def write() -> None:
-                # Here, not above: a digest of a large model takes longer than a step.
-                weights = [tensors[name].numpy() for name in tensors if name.startswith("model/")]
-                facts = {"weights_sha256": sha256_of(weights), **manifest}
-                folders.write(self._directory, step, {**tensors, **arrays}, facts)
+                folders.write(self._directory, step, {**tensors, **arrays}, manifest)
                 folders.delete_all_but(self._directory, self._keep)
                 note_checkpoint(step)
 

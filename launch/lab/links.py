@@ -1,9 +1,11 @@
 """The links of the laboratory: carries packets between network namespaces at a given rate, delay and loss.
 
-    python links.py '{"namespaces": ["lab1", …], "prefix": "10.77.0.", "rate_bits": 1e8, "delay_s": 0.01, "loss": 0}'
+    python links.py '{"namespaces": ["lab1", …], "prefix": "10.77.0.", "rate_bits": 1e8, "delay_s": 0.01, "loss": 0,
+                      "mtu_bytes": 9000, "control": "/run/hvdtrain-lab/links.sock"}'
 
 Each namespace gets a TUN device ``eth0``; what its host sends passes through a line of the given rate, then
-arrives after the delay. No kernel module for the emulation of networks is needed. Ends with its standard input.
+arrives after the delay. No kernel module for the emulation of networks is needed. Heeds messages
+``{"host": "lab2", "is_cut": true}`` on the socket.
 """
 
 import collections
@@ -14,6 +16,7 @@ import json
 import os
 import random
 import select
+import socket
 import struct
 import subprocess
 import sys
@@ -21,7 +24,6 @@ import time
 
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
-_MTU = 9000
 _QUEUE_S = 0.5
 """What would wait longer for the line is dropped, as a switch would."""
 
@@ -57,24 +59,28 @@ class Line:
         self.under_way.append((self._is_free_at + self._delay_s, to, packet))
 
 
-def carry(devices: list[int], prefix: bytes, lines: list[Line]) -> None:
+def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line], control: socket.socket) -> None:
     poll = select.epoll()
-    for device in (*devices, sys.stdin.fileno()):
+    for device in (*devices, control.fileno()):
         poll.register(device, select.EPOLLIN)
     numbers = {device: i for i, device in enumerate(devices)}
+    cut: set[int] = set()
     while True:
         next_s = min((line.under_way[0][0] for line in lines if line.under_way), default=None)
         timeout_s = -1.0 if next_s is None else max(0.0, next_s - time.monotonic())
         for ready, _ in poll.poll(timeout_s):
-            if ready == sys.stdin.fileno():
-                return
+            if ready == control.fileno():
+                message = json.loads(control.recv(4096))
+                (cut.add if message["is_cut"] else cut.discard)(names.index(message["host"]))
+                continue
             while True:
                 try:
                     packet = os.read(ready, 65536)
                 except BlockingIOError:
                     break
                 to = packet[19] - 1  # the last byte of the destination's address
-                if packet[0] >> 4 == 4 and packet[16:19] == prefix and 0 <= to < len(devices):
+                is_ours = packet[0] >> 4 == 4 and packet[16:19] == prefix and 0 <= to < len(devices)
+                if is_ours and not cut & {to, numbers[ready]}:
                     lines[numbers[ready]].send(time.monotonic(), to, packet)
         now = time.monotonic()
         for line in lines:
@@ -86,21 +92,23 @@ def carry(devices: list[int], prefix: bytes, lines: list[Line]) -> None:
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    devices = []
-    for i, namespace in enumerate(spec["namespaces"]):
+    names, devices = spec["namespaces"], []
+    for i, namespace in enumerate(names):
         devices.append(open_device(namespace))
         address = f"{spec['prefix']}{i + 1}/24"
         for command in (
             f"addr add {address} dev eth0",
-            f"link set eth0 mtu {_MTU}",
+            f"link set eth0 mtu {spec['mtu_bytes']}",
             "link set eth0 up",
             "link set lo up",
         ):
             subprocess.run(["ip", "-n", namespace, *command.split()], check=True)
     prefix = bytes(int(part) for part in spec["prefix"].strip(".").split("."))
     lines = [Line(spec["rate_bits"], spec["delay_s"], spec["loss"]) for _ in devices]
-    print("ready", flush=True)
-    carry(devices, prefix, lines)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
+        control.bind(spec["control"])
+        print("ready", flush=True)
+        carry(devices, names, prefix, lines, control)
 
 
 if __name__ == "__main__":

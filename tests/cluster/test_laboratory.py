@@ -1,21 +1,15 @@
-"""The hosts of the laboratory: names, links, and that nothing of them is left."""
+"""The hosts of the laboratory: names, links, disks, ssh, and that nothing of them is left."""
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import laboratory
 import pytest
+from laboratory import Laboratory, LaboratoryError, missing, remove
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "launch" / "lab"))
-from hosts import Laboratory, remove  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None or not Path("/dev/net/tun").exists(),
-    reason="a laboratory needs root, Debian's iproute2 and /dev/net/tun",
-)
+LAB = Path(laboratory.__file__).parent
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"a laboratory needs {', '.join(missing())}")
 
 SERVER = """
 import socket
@@ -38,7 +32,16 @@ print(socket.gethostname(), size, connected - began, time.monotonic() - connecte
 
 
 def left_over() -> list[str]:
-    return [path.name for folder in ("/run/netns", "/etc/netns") for path in Path(folder).glob("lab[0-9]*")]
+    folders = {"/run/netns": "lab*", "/etc/netns": "lab*", "/run": "hvdtrain-lab"}
+    found = [str(path) for folder, pattern in folders.items() for path in Path(folder).glob(pattern)]
+    running = subprocess.run(["pgrep", "-f", str(LAB / "links.py")], capture_output=True, text=True, check=False)
+    return found + running.stdout.split()
+
+
+def said(command: list[str], timeout_s: float = 30) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done
+    return done.stdout.strip()
 
 
 def test_links_have_a_rate_and_a_delay():
@@ -46,11 +49,8 @@ def test_links_have_a_rate_and_a_delay():
         before = lab.bytes_sent("lab2")
         server = subprocess.Popen(lab.command("lab2", [sys.executable, "-c", SERVER]), stdout=subprocess.PIPE)
         assert server.stdout.readline() == b"listens\n"
-        done = subprocess.run(
-            lab.command("lab1", [sys.executable, "-c", CLIENT]), capture_output=True, text=True, timeout=30, check=True
-        )
+        host, size, connecting_s, receiving_s = said(lab.command("lab1", [sys.executable, "-c", CLIENT])).split()
         assert server.wait(10) == 0
-        host, size, connecting_s, receiving_s = done.stdout.split()
         assert (host, size) == ("lab1", "1000000")
         # There and back; and 8 million bits at 20 million a second.
         assert float(connecting_s) >= 0.06
@@ -59,16 +59,7 @@ def test_links_have_a_rate_and_a_delay():
     assert left_over() == []
 
 
-def test_what_a_crash_has_left_is_removed():
-    lab = Laboratory(2)
-    lab.__enter__()
-    lab._links.kill()
-    assert left_over()
-    remove()
-    assert left_over() == []
-
-
-def test_one_host_does_not_see_anothers_ports():
+def test_hosts_are_apart_but_for_ssh():
     with Laboratory(2) as lab:
         listen = "import socket; socket.create_server(('0.0.0.0', 7001)); print('up', flush=True); input()"
         server = subprocess.Popen(
@@ -76,6 +67,51 @@ def test_one_host_does_not_see_anothers_ports():
         )
         assert server.stdout.readline() == b"up\n"
         refused = "import socket; print(socket.socket().connect_ex(('127.0.0.1', 7001)) != 0)"
-        done = subprocess.run(lab.command("lab1", [sys.executable, "-c", refused]), capture_output=True, text=True)
-        assert done.stdout.strip() == "True", done
+        assert said(lab.command("lab1", [sys.executable, "-c", refused])) == "True"
         server.communicate(b"\n", timeout=10)
+        # Each has a disk of its own, which is seen from outside too.
+        said(lab.command("lab1", ["ssh", "lab2", "touch /mnt/own; hostname > /mnt/name"]))
+        assert (lab.path("lab2", "/mnt/name")).read_text() == "lab2\n"
+        assert said(lab.command("lab1", ["ls", "/mnt"])) == ""
+        # A cut is a silence, and can be mended.
+        connect = ["ssh", "-o", "ConnectTimeout=1", "lab2", "true"]
+        lab.cut("lab2")
+        assert subprocess.run(lab.command("lab1", connect), capture_output=True, timeout=10).returncode == 255
+        lab.mend("lab2")
+        said(lab.command("lab1", connect))
+        lab.kill("lab2")
+        assert subprocess.run(lab.command("lab1", connect), capture_output=True, timeout=10).returncode == 255
+        with pytest.raises(LaboratoryError, match="Received: lab3"):
+            lab.command("lab3", ["true"])
+
+
+def test_what_a_crash_has_left_is_removed():
+    lab = Laboratory(2)
+    lab.start()
+    subprocess.Popen(lab.command("lab2", ["sleep", "100"]))
+    assert len(left_over()) == 6
+    remove()
+    assert left_over() == []
+    with pytest.raises(LaboratoryError, match="Start one"):
+        Laboratory.that_is_up()
+
+
+def test_by_hand():
+    assert "lab1, lab2, lab3" in said([str(LAB / "up"), "3", "--rate", "100mbit", "--delay", "500us", "--loss", "1%"])
+    try:
+        spec = Laboratory.that_is_up()
+        assert spec.names == ["lab1", "lab2", "lab3"]
+        assert said([str(LAB / "run"), "hostname"]) == "lab1"
+        assert said([str(LAB / "run"), "--on", "lab3", "pwd"]) == str(Path.cwd())
+        said([str(LAB / "link"), "lab2", "cut"])
+        unknown = subprocess.run([str(LAB / "link"), "lab9", "cut"], capture_output=True, text=True, check=False)
+        assert (unknown.returncode, unknown.stderr) == (
+            1,
+            "launch/lab/link: the host must be one of lab1, lab2, lab3. Received: lab9\n",
+        )
+    finally:
+        said([str(LAB / "down")])
+    assert left_over() == []
+    wrong = subprocess.run([str(LAB / "up"), "2", "--rate", "fast"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "must be a number with one of mbit, kbit. Received: fast" in wrong.stderr

@@ -1,0 +1,217 @@
+"""Jobs on two hosts of the laboratory: started, kept from starting, and cut off."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from laboratory import Laboratory, missing
+from launcher import ROOT, Finished, Job, run_job
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=f"a laboratory needs {', '.join(missing())}")
+
+MPIRUN, HOROVODRUN = str(ROOT / "launch" / "mpirun.sh"), str(ROOT / "launch" / "horovodrun.sh")
+TRAIN = [sys.executable, "-m", "hvdtrain", "--deterministic", "--run-dir"]
+LAUNCHERS = {"mpirun": [MPIRUN], "horovodrun": [HOROVODRUN], "gloo": [HOROVODRUN, "--gloo"]}
+
+
+@pytest.fixture
+def lab():
+    with Laboratory(2) as lab:
+        yield lab
+
+
+def start(lab: Laboratory, command: list[str], *, ranks_per_host: int = 1, launcher: str = "mpirun", **env: str) -> Job:
+    line = [*LAUNCHERS[launcher], "-H", lab.slots(ranks_per_host), *command]
+    variables = [f"{name}={value}" for name, value in env.items()]
+    return Job(lab.command("lab1", ["env", *variables, *line]), ranks=2 * ranks_per_host, launcher="")
+
+
+def weights(run_dir: Path) -> dict[str, np.ndarray]:
+    import tensorflow as tf
+
+    (latest,) = sorted((run_dir / "checkpoints").glob("step-????????"))[-1:]
+    reader = tf.train.load_checkpoint(str(latest / "state"))
+    names = [name for name in reader.get_variable_to_shape_map() if name.startswith("model/")]
+    assert len(names) >= 4
+    return {name: reader.get_tensor(name) for name in names}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory) -> dict[str, np.ndarray]:
+    """The weights after 40 steps of one process with four times the batch."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    job = run_job([*TRAIN, str(run_dir), "--steps", "40", "--batch-size", "128"], ranks=1, timeout_s=90)
+    assert job.code == 0, job.output
+    return weights(run_dir)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_hosts_equal_one_process(launcher, lab, one_process):
+    """With the run directory on the first host alone, and nothing secret where others can read it."""
+    run_dir = f"/mnt/{launcher}"
+    command = [*TRAIN, run_dir, "--steps", "40", "--batch-size", "32"]
+    job = start(lab, command, ranks_per_host=2, launcher=launcher, MY_PASSWORD="hunter2")
+    lines = set()
+    while job.is_running:
+        # What runs on the other host, and what is on the way to it.
+        lines |= {path.read_bytes() for path in command_lines()}
+        time.sleep(0.2)
+    done = job.end(10)
+    assert done.code == 0, done.output
+    assert "4 rank(s) on lab1:2, lab2:2 over 10.77.0.0/24" in done.output, done.output
+    assert "ranks: 4 on 2 host(s)" in done.output, done.output
+    assert not any(b"hunter2" in line for line in lines if b"env\0MY_PASSWORD" not in line)
+    found = weights(lab.path("lab1", run_dir))
+    assert found.keys() == one_process.keys()
+    for name, value in found.items():
+        assert np.allclose(value, one_process[name], atol=1e-5), name
+    assert not lab.path("lab2", run_dir).exists()
+
+
+def command_lines() -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if is_readable(path)]
+
+
+def is_readable(path: Path) -> bool:
+    try:
+        return bool(path.read_bytes())
+    except OSError:
+        return False
+
+
+def test_a_run_goes_on_from_checkpoints_of_the_first_host(lab):
+    straight, halves = "/mnt/straight", "/mnt/halves"
+    for run_dir, steps in ((straight, 40), (halves, 20), (halves, 40)):
+        done = start(lab, [*TRAIN, run_dir, "--steps", str(steps)]).end(90)
+        assert done.code == 0, done.output
+    one, other = (json.loads(lab.path("lab1", f"{each}/summary.json").read_text()) for each in (straight, halves))
+    assert other["resumed_from"] == 20
+    assert other["weights_sha256"] == one["weights_sha256"]
+
+
+def refused(lab: Laboratory, launcher: str = "mpirun", *options: str) -> Finished:
+    """A job that is not started, within the time that hosts have to answer."""
+    began_s = time.monotonic()
+    line = [*LAUNCHERS[launcher], "--start-timeout", "4", *options, "-H", lab.slots(), "hostname"]
+    done = Job(lab.command("lab1", line), ranks=2, launcher="").end(30)
+    assert time.monotonic() - began_s < 8, done.output
+    assert done.code == 1, done.output
+    assert "Traceback" not in done.output, done.output
+    return done
+
+
+def test_a_host_that_cannot_be_reached_is_named(lab):
+    assert start(lab, ["hostname"]).end(20).code == 0
+    # Its packets get lost.
+    lab.cut("lab2")
+    for launcher in LAUNCHERS:
+        assert (
+            "host lab2 must let ssh in without a question. Received: ssh: connect to host lab2"
+            in refused(lab, launcher).output
+        )
+    lab.mend("lab2")
+    # Another host answers in its name.
+    known = Path("/etc/netns/lab1/ssh/known_hosts")
+    text = known.read_text()
+    known.write_text(re.sub(r"(lab1\S* \S+ )(\S+)( .*\nlab2\S* \S+ )\S+", r"\1\2\3\2", text))
+    assert "host lab2 must let ssh in without a question. Received: WARNING: REMOTE HOST" in refused(lab).output
+    known.write_text(text)
+    # It has no key of ours.
+    authorized = Path("/etc/netns/lab2/ssh/authorized_keys")
+    text = authorized.read_text()
+    authorized.write_text("")
+    assert "host lab2 must let ssh in without a question. Received: root@lab2: Permission denied" in refused(lab).output
+    authorized.write_text(text)
+    # It has no environment: its view of it is an empty disk.
+    venv = sys.prefix
+    subprocess.run(lab.command("lab2", ["mount", "-t", "tmpfs", "tmpfs", venv]), check=True)
+    assert f"host lab2 must have the same environment in the same place. Received: no {venv}" in refused(lab).output
+    subprocess.run(lab.command("lab2", ["umount", venv]), check=True)
+    assert start(lab, ["hostname"]).end(20).code == 0
+    # Its ssh server is gone.
+    lab.kill("lab2")
+    assert "Connection refused" in refused(lab).output
+
+
+def test_another_version_on_a_host_is_named(lab, tmp_path):
+    """The other host has a package of its own, in which one line was changed."""
+    copy = tmp_path / "hvdtrain"
+    subprocess.run(["cp", "-r", str(ROOT / "hvdtrain"), str(copy)], check=True)
+    (copy / "intervals.py").write_text((copy / "intervals.py").read_text() + "# changed\n")
+    subprocess.run(lab.command("lab2", ["mount", "--bind", str(copy), str(ROOT / "hvdtrain")]), check=True)
+    try:
+        done = start(lab, [*TRAIN, "/mnt/version", "--steps", "5"]).end(60)
+    finally:
+        subprocess.run(lab.command("lab2", ["umount", str(ROOT / "hvdtrain")]), check=True)
+    assert done.code == 78, done.output
+    told = r"hvdtrain's code: '\w{12}' on rank 0 \(host lab1\), '\w{12}' on rank 1 \(host lab2\)"
+    assert re.search(told, done.output), done.output
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "gloo"])
+def test_a_network_that_is_cut(launcher, lab):
+    """Row 8 of the list of faults: both sides stop; only one has written checkpoints, which can be gone on from."""
+    run_dir = f"/mnt/cut-{launcher}"
+    options = ["--steps", "100000", "--checkpoint-every", "20", "--stall-timeout", "6"]
+    job = start(lab, [*TRAIN, run_dir, *options], launcher=launcher)
+    checkpoints = lab.path("lab1", f"{run_dir}/checkpoints")
+    while not list(checkpoints.glob("step-????????")):
+        assert job.is_running, job.end(1).output
+        time.sleep(0.1)
+    lab.cut("lab2")
+    cut_s = time.monotonic()
+    try:
+        while any("HVDTRAIN" in name or name in ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK") for name in ranks_left(job)):
+            assert time.monotonic() - cut_s < 25, job.end(1).output
+            time.sleep(0.2)
+        done = job.end(60)
+    finally:
+        lab.mend("lab2")
+        job.kill()
+    assert done.code != 0
+    assert re.search(r"hvdtrain: rank 1 \(host lab2\) has been silent for \d+ s", done.output), done.output
+    assert not lab.path("lab2", run_dir).exists()
+    (latest,) = sorted(checkpoints.glob("step-????????"))[-1:]
+    subprocess.run(["sha256sum", "--quiet", "--check", "SHA256SUMS"], cwd=latest, check=True)
+
+
+def ranks_left(job: Job) -> set[str]:
+    """The names of variables of the job's ranks that are left."""
+    found: set[str] = set()
+    for environment in job.processes().values():
+        if "OMPI_COMM_WORLD_RANK" in environment or "HOROVOD_RANK" in environment:
+            found |= environment.keys()
+    return found
+
+
+def test_a_network_that_loses_packets(tmp_path):
+    """Row 9: slower, and the same weights."""
+    summaries = []
+    for kind in ({}, {"loss": 0.05, "delay_ms": 200.0}):
+        with Laboratory(2, **kind) as lab:
+            run_dir = "/mnt/run"
+            options = ["--steps", "6", "--batch-size", "256", "--check-every", "0"]
+            done = start(lab, [*TRAIN, run_dir, *options]).end(280)
+            assert done.code == 0, done.output
+            summaries.append(json.loads(lab.path("lab1", f"{run_dir}/summary.json").read_text()))
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    assert summaries[1]["wall_seconds"] > summaries[0]["wall_seconds"]
+
+
+def test_exit_codes_and_signals_are_passed_on(lab):
+    done = start(lab, [*TRAIN, "/mnt/wrong", "--steps", "-1"]).end(60)
+    assert done.code == 64, done.output
+    job = start(lab, [*TRAIN, "/mnt/stopped", "--steps", "100000"])
+    while not lab.path("lab1", "/mnt/stopped/metrics.jsonl").exists():
+        assert job.is_running, job.end(1).output
+        time.sleep(0.1)
+    os.kill(next(pid for pid in job.processes() if "mpirun" in Path(f"/proc/{pid}/comm").read_text()), 10)
+    done = job.end(30)
+    assert done.code == 75, done.output
+    assert "SIGUSR1 on rank" in done.output, done.output
