@@ -188,5 +188,5 @@ def require_equal_replicas(
         if others:
             raise DivergenceError(
                 f"replicas must be equal. At step {step} variable {variable.path!r} of {_ranks(others, hosts)} differs "
-                "from the other ranks'. Something on that rank changed it outside of the optimizer, or its memory failed."
+                "from the other ranks'. Something there changed it outside of the optimizer, or its memory failed."
             )

@@ -4,9 +4,12 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from hosts import Host, fail, find_problems, network_to, others, read_hosts, spread
+from restarts import Options, supervise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,3 +94,14 @@ def announce(launcher: str, job: Job, by: str, notes: list[str]) -> None:
     print(f"{launcher}: {job.ranks} rank(s) {where}{over} by {by}", file=sys.stderr, flush=True)
     for note in notes:
         print(f"{launcher}: {note}", file=sys.stderr, flush=True)
+
+
+def run(launcher: str, program: str, command: list[str], env: Mapping[str, str]) -> NoReturn:
+    """Becomes the launcher, where somebody looks after the job already, or looks after it until its end."""
+    if "HVDTRAIN_SUPERVISOR_FILE" in env:
+        os.execve(program, command, dict(env))
+
+    def say(message: str) -> None:
+        print(f"{launcher}: {message}", file=sys.stderr, flush=True)
+
+    raise SystemExit(supervise(program, command, env, Options(restarts=0, pause_s=0.0), say))

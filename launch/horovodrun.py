@@ -12,11 +12,10 @@ can read.
 import ipaddress
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from arguments import Job, announce, parser, read
+from arguments import Job, announce, parser, read, run
 from hosts import fail, handed_on, interface_in
 
 LAUNCHER = "launch/horovodrun.sh"
@@ -67,8 +66,7 @@ def main() -> None:
     announce(LAUNCHER, job, by, notes)
     mpi = Path(shutil.which("mpirun") or horovodrun).parent.parent
     arguments = arguments_for(job, mpi, gloo=given.gloo, start_timeout_s=given.start_timeout, verbose=given.verbose)
-    sys.stderr.flush()
-    os.execve(horovodrun, [horovodrun, *arguments, *job.command], environment(os.environ, job))
+    run(LAUNCHER, horovodrun, [horovodrun, *arguments, *job.command], environment(os.environ, job))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from arguments import Job, announce, parser, read
+from arguments import Job, announce, parser, read, run
 from hosts import fail, handed_on
 
 LAUNCHER = "launch/mpirun.sh"
@@ -106,8 +105,7 @@ def main() -> None:
     else:
         arguments, notes = hydra(job, os.environ, is_intel=name == "Intel MPI")
     announce(LAUNCHER, job, f"{name} {major}", notes)
-    sys.stderr.flush()
-    os.execv(mpirun, [mpirun, *arguments, *job.command])
+    run(LAUNCHER, mpirun, [mpirun, *arguments, *job.command], os.environ)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,12 @@ from typing import Any
 # Usage, data or a checkpoint, replicas that differ, ranks that disagree: another start would meet the same.
 FINAL_CODES = (64, 65, 70, 78)
 LONGEST_PAUSE_S = 60.0
+LOOK_EVERY_S = 1.0
 # A terminal, or `timeout`, can send the same signal to a process and to its group.
 ONE_SIGNAL_S = 1.0
 GROUP_ENDS_S = 30.0
+# After the job has said that it ends. mpirun would wait for a host that is cut off for a quarter of an hour.
+LAUNCHER_ENDS_S = 30.0
 EXAMPLE = "For example: launch/run --restarts 3 --restart-pause 10 horovodrun -np 2 python -m hvdtrain"
 
 
@@ -149,7 +152,8 @@ class _Supervisor:
             if signal.sigtimedwait(self._endings, pause_s) is not None:
                 self._say("a signal came; the job is not started again.")
                 return code
-        self._say(f"the job died with exit code {code} in start {starts} of at most {starts}.")
+        if starts > 1:
+            self._say(f"the job died with exit code {code} in start {starts} of at most {starts}.")
         return code
 
     def _run_once(self, start: int) -> tuple[int, Report]:
@@ -164,10 +168,17 @@ class _Supervisor:
             stdin=subprocess.DEVNULL,
             preexec_fn=self._prepare_child,
         )
+        ended_s: float | None = None
         while child.poll() is None:
-            received = signal.sigwait({*self._endings, signal.SIGCHLD})
-            if received != signal.SIGCHLD:
-                self._pass_on(received, child.pid)
+            received = signal.sigtimedwait({*self._endings, signal.SIGCHLD}, LOOK_EVERY_S)
+            if received is not None and received.si_signo != signal.SIGCHLD:
+                self._pass_on(received.si_signo, child.pid)
+            if ended_s is None and read_report(self._file).exit_code is not None:
+                ended_s = time.monotonic()
+            if ended_s is not None and time.monotonic() - ended_s > LAUNCHER_ENDS_S:
+                self._say(f"the job has ended, but not its launcher within {LAUNCHER_ENDS_S:g} s: it is killed.")
+                self._kill_processes()
+                child.wait()
         if self._passed_on_s is not None and child.returncode < 0:
             self._wait_for_group(child.pid)
         report = read_report(self._file)
@@ -204,11 +215,23 @@ class _Supervisor:
     def _listener(self) -> int | None:
         """The process that the job has named, if it is one of the job's: the number may be another host's."""
         pid = read_report(self._file).listener
+        return pid if pid is not None and self._is_of_job(pid) else None
+
+    def _is_of_job(self, pid: int) -> bool:
+        """Whether a process has inherited the name of the job's file."""
         try:
-            own = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return f"HVDTRAIN_SUPERVISOR_FILE={self._file}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
+                b"\0"
+            )
         except OSError:
-            return None
-        return pid if f"HVDTRAIN_SUPERVISOR_FILE={self._file}".encode() in own else None
+            return False
+
+    def _kill_processes(self) -> None:
+        """Those of the job's group and others: mpirun starts ssh in groups of its own."""
+        for path in Path("/proc").glob("[0-9]*"):
+            if self._is_of_job(int(path.name)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(path.name), signal.SIGKILL)
 
     def _wait_for_group(self, group: int) -> None:
         """A shell between us and mpirun, such as horovodrun's, dies of a signal at once; mpirun takes its time."""

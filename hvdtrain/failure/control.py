@@ -19,6 +19,7 @@ from hvdtrain.failure.channel import Channel, Connection, Message
 from hvdtrain.failure.ending import place, run_for, write
 from hvdtrain.failure.position import Position, Standstill, stack_of
 from hvdtrain.failure.signals import StopSignals, names_in
+from hvdtrain.supervised import note_exit_code
 
 LAST_WORK_S = 3.0
 """How long a process that is about to end may still work."""
@@ -198,6 +199,7 @@ class Control:
         elif self._now - self._signalled_at > _SAME_SIGNAL_S:
             # Whoever sends it again does not want to wait, not even for the last work.
             self._announce_end(StoppedEarly.exit_code)
+            note_exit_code(StoppedEarly.exit_code)
             os._exit(StoppedEarly.exit_code)
 
     def _hear(self, ready: Iterable[Peer]) -> None:
@@ -357,6 +359,7 @@ class Control:
         self._see_off(started + _LEAVE_S)
         time.sleep(max(0.0, started + after_s - time.monotonic()))
         last_work.join(max(0.0, started + LAST_WORK_S - time.monotonic()))
+        note_exit_code(code)
         os._exit(code)
 
 

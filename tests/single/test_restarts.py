@@ -21,7 +21,7 @@ RUN = """
 import sys
 sys.path.insert(0, {launch!r})
 import bootstrap
-bootstrap.ensure_environment = lambda: None
+{more}bootstrap.ensure_environment = lambda: None
 bootstrap.main(sys.argv[1:])
 """
 
@@ -56,6 +56,7 @@ class Job:
         self.log = folder / "log"
         self.stderr = folder / "stderr"
         self.begun: list[subprocess.Popen] = []
+        self.supervisor = ""
 
     def command(self, script: str, name: str = "job.py") -> list[str]:
         path = self._folder / name
@@ -71,7 +72,7 @@ class Job:
 
         with self.stderr.open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-c", RUN.format(launch=str(ROOT / "launch")), *arguments],
+                [sys.executable, "-c", RUN.format(launch=str(ROOT / "launch"), more=self.supervisor), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -366,6 +367,17 @@ if os.fork() == 0:
     os._exit(0)
 time.sleep(60)
 """
+
+
+def test_a_launcher_that_outlives_its_job_is_killed(job):
+    """As mpirun does where a host is cut off; what it has started in other groups too."""
+    job.supervisor = "import restarts\nrestarts.LAUNCHER_ENDS_S = 0.5\n"
+    helper = "subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+    process = job.begin("--restarts=0", *job.command(f"{helper}note_exit_code(70)\nlog('up')\ntime.sleep(60)"))
+    assert process.wait(timeout=10) == 70
+    assert "but not its launcher" in job.said()[0]
+    # Its output ends: nobody is left who could write to it.
+    assert process.communicate(timeout=5)[0] == ""
 
 
 def test_the_dead_are_not_waited_for(job):

@@ -1,0 +1,186 @@
+"""What launch/mpirun.sh and launch/horovodrun.sh make of hosts, ranks and the MPI that is there."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "launch"))
+
+import horovodrun  # noqa: E402
+import hosts  # noqa: E402
+import mpirun  # noqa: E402
+from arguments import Job  # noqa: E402
+from hosts import Host, find_problems, handed_on, network_to, others, read_hosts, spread  # noqa: E402
+
+FOUR = [Host("far1", 4), Host("far2", 4)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a:4,b:2", [("a", 4), ("b", 2)]),
+        ("a, b.site.org:3", [("a", 1), ("b.site.org", 3)]),
+        ("a slots=4 max_slots=8\n# no ranks here\n\nb:2  # old\nc\n", [("a", 4), ("b", 2), ("c", 1)]),
+        ("", []),
+    ],
+)
+def test_hosts_are_read(text, expected):
+    assert [tuple(host) for host in read_hosts(text)] == expected
+
+
+@pytest.mark.parametrize("text", ["a:4:2", "a:x", "a slots=0", "a:1,a:1", "a b", "a;b"])
+def test_wrong_hosts_are_refused(text):
+    with pytest.raises(ValueError, match="hosts must be given as a:4,b:4"):
+        read_hosts(text)
+
+
+def test_ranks_fill_hosts_in_order():
+    assert spread(FOUR, 8) == FOUR
+    assert spread(FOUR, 5) == [Host("far1", 4), Host("far2", 1)]
+    assert spread(FOUR, 3) == [Host("far1", 3)]
+    with pytest.raises(ValueError, match="Received: 9 ranks on far1:4, far2:4"):
+        spread(FOUR, 9)
+
+
+def test_this_host_is_not_another_one():
+    own = socket.gethostname()
+    assert others([Host("localhost", 1), Host(own, 1), Host("far1", 4)]) == ["far1"]
+
+
+def test_what_is_handed_on():
+    env = dict.fromkeys(("PATH", "HVDTRAIN_MPI", "NCCL_DEBUG", "AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "PS1"), "x")
+    assert handed_on(env) == ["HVDTRAIN_MPI", "NCCL_DEBUG", "PATH"]
+    assert handed_on(env, ["MY_TOKEN"]) == ["HVDTRAIN_MPI", "MY_TOKEN", "NCCL_DEBUG", "PATH"]
+
+
+def job(where: list[Host], ranks: int, network: str | None = None) -> Job:
+    return Job(["python", "train.py"], where, ranks, network, [])
+
+
+def open_mpi(made: Job, major: int = 4, *, as_root: bool = False) -> tuple[str, list[str]]:
+    arguments, notes = mpirun.open_mpi(made, {"PATH": "/x", "SECRET": "y"}, Path("/env"), major, as_root=as_root)
+    return " ".join(arguments), notes
+
+
+def test_open_mpi_on_one_host(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    assert open_mpi(job([], 4)) == ("-np 4 --tag-output --map-by slot --bind-to none", [])
+    arguments, notes = open_mpi(job([], 5), as_root=True)
+    assert arguments == "-np 5 --tag-output --allow-run-as-root --oversubscribe --map-by slot --bind-to none"
+    assert notes == ["as root (--allow-run-as-root)", "more ranks than cores on this host: they share them"]
+    assert open_mpi(job([], 5), major=5)[0] == "-np 5 --tag-output --map-by slot:OVERSUBSCRIBE --bind-to none"
+
+
+def test_open_mpi_on_several_hosts():
+    arguments, notes = open_mpi(job(FOUR, 8, "10.1.0.0/16"))
+    assert arguments == (
+        "-np 8 --tag-output -H far1:4,far2:4 --map-by slot --bind-to none --prefix /env -x PATH "
+        "--mca btl_tcp_if_include 10.1.0.0/16 --mca oob_tcp_if_include 10.1.0.0/16"
+    )
+    assert notes == []
+    assert "--prtemca oob_tcp_if_include ib0" in open_mpi(job(FOUR, 8, "ib0"), major=5)[0]
+
+
+def test_mpich_and_intel_mpi():
+    arguments, _ = mpirun.hydra(job(FOUR, 8, "ib0"), {"PATH": "/x", "SECRET": "y"}, is_intel=False)
+    assert " ".join(arguments) == "-n 8 -prepend-rank -hosts far1:4,far2:4 -genvlist PATH -iface ib0"
+    arguments, _ = mpirun.hydra(job(FOUR, 8), {"PATH": "/x"}, is_intel=True)
+    assert " ".join(arguments) == "-n 8 -prepend-rank -hosts far1,far2 -ppn 4 -genvlist PATH"
+    with pytest.raises(SystemExit, match="64"):
+        mpirun.hydra(job(spread(FOUR, 5), 5), {}, is_intel=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/", ("Open MPI", 4)),
+        ("mpirun (Open MPI) 5.0.3", ("Open MPI", 5)),
+        ("prterun (PRRTE) 3.0.6", ("Open MPI", 5)),
+        ("HYDRA build details:\n    Version:                                 4.0.2\n", ("MPICH", 4)),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005", ("Intel MPI", 2021)),
+    ],
+)
+def test_the_mpi_is_recognised(said, expected):
+    assert mpirun.implementation(said) == expected
+
+
+def test_an_unknown_mpi_is_refused():
+    with pytest.raises(ValueError, match="Received: poe 1"):
+        mpirun.implementation("poe 1.3")
+
+
+def test_horovodrun():
+    made = job(FOUR, 8, "ib0")
+    options = {"start_timeout_s": 30.0, "verbose": False}
+    start = ["-np", "8", "--start-timeout", "30", "-H", "far1:4,far2:4", "--network-interface", "ib0"]
+    assert horovodrun.arguments_for(made, Path("/env"), gloo=True, **options) == [*start, "--gloo"]
+    mpi = ["--mpi", "--mpi-args=--prefix /env"]
+    assert horovodrun.arguments_for(made, Path("/env"), gloo=False, **options) == [*start, *mpi]
+    assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made) == {"PATH": "/x"}
+
+
+def test_a_network_is_found_and_named():
+    assert network_to("127.0.0.1") == "127.0.0.0/8"
+    assert network_to("no-such-host.invalid") is None
+    assert hosts.interface_in(hosts.ipaddress.ip_network("127.0.0.0/8")) == "lo"
+    assert hosts.interface_in(hosts.ipaddress.ip_network("203.0.113.0/24")) is None
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("exit 0", None),
+        (
+            "echo absent",
+            "host far must have the same environment in the same place. Received: no /env/bin/python there",
+        ),
+        ("echo 'ssh: connect to host far port 22: Connection refused' >&2; exit 255", "Connection refused"),
+        ("echo 'Host key is bad' >&2; echo 'Permission denied (publickey)' >&2; echo bye >&2; exit 255", "Permission"),
+        ("sleep 9", "host far did not answer within 0.1 s"),
+    ],
+)
+def test_a_host_that_is_not_ready_is_named(script, expected, tmp_path, monkeypatch):
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    problems = find_problems(["far"], Path("/env/bin/python"), 0.1)
+    assert (not problems) if expected is None else expected in problems[0]
+
+
+def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess:
+    """As its .sh does, in the environment that is there."""
+    command = [sys.executable, str(ROOT / "launch" / f"{launcher}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "a command is missing. For example: launch/"),
+        (["-np", "0", "true"], "-np must be at least 1. Received: 0"),
+        (["-np", "3", "-H", "a:1,b:1", "true"], "Give a host more: a:2"),
+        (["--hostfile", "/no/such/file", "true"], "No such file"),
+        (["--hostfile", "/dev/null", "true"], "the file of hosts must name some"),
+        (["--env", "NOT_SET_ANYWHERE", "true"], "--env must name variables that are set. Received: NOT_SET_ANYWHERE"),
+    ],
+)
+def test_wrong_use_is_refused(launcher, arguments, message):
+    done = start(launcher, *arguments)
+    assert done.returncode == 64
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_on_this_host():
+    tell = "import os; os.write(1, os.environb[b'OMPI_COMM_WORLD_RANK'] + b'\\n')"
+    done = start("mpirun", "-np", "3", sys.executable, "-c", tell)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["[1,0]<stdout>:0", "[1,1]<stdout>:1", "[1,2]<stdout>:2"]
+    assert "launch/mpirun.sh: 3 rank(s) on this host by Open MPI 4" in done.stderr
+    assert start("mpirun", "-np", "1", "sh", "-c", "exit 7").returncode == 7
