@@ -60,7 +60,7 @@ def main() -> None:
     horovodrun = shutil.which("horovodrun")
     if horovodrun is None:
         fail(LAUNCHER, "there must be a horovodrun on PATH. Received: none", 1)
-    job = read(LAUNCHER, given)
+    job = read(LAUNCHER, given, os.environ)
     by = f"horovodrun {'with Gloo' if given.gloo else 'with MPI'}"
     notes = ["more ranks than cores on this host: they share them"] if job.oversubscribed else []
     announce(LAUNCHER, job, by, notes)

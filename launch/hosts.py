@@ -58,6 +58,24 @@ def read_hosts(text: str) -> list[Host]:
     return [Host(name, slots) for name, slots in hosts.items()]
 
 
+def slurm_hosts(env: Mapping[str, str]) -> list[Host]:
+    """The hosts of the allocation that this process runs in, with its tasks on each.
+
+    Raises:
+        ValueError: Slurm does not say.
+    """
+    nodes = env["SLURM_JOB_NODELIST"]
+    try:
+        shown = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ValueError(f"scontrol must tell the hosts of the allocation {nodes}. Received: {error}") from None
+    tasks: list[int] = []
+    for part in env.get("SLURM_TASKS_PER_NODE", "1").split(","):  # 4(x2),3
+        count, _, times = part.rstrip(")").partition("(x")
+        tasks += [int(count)] * int(times or 1)
+    return [Host(name, slots) for name, slots in zip(shown.stdout.split(), tasks, strict=False)]
+
+
 def spread(hosts: list[Host], ranks: int) -> list[Host]:
     """The first hosts that take this many ranks, the last of them only as many as are left.
 

@@ -11,6 +11,7 @@ signals are mpirun's. Options for mpirun itself: as variables (OMPI_MCA_…, I_M
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,7 @@ def open_mpi(
     if as_root:
         arguments.append("--allow-run-as-root")
         notes.append("as root (--allow-run-as-root)")
-    if job.hosts:
+    if job.hosts and not job.scheduler:
         arguments += ["-H", ",".join(map(str, job.hosts))]
     if job.oversubscribed:
         notes.append("more ranks than cores on this host: they share them")
@@ -98,14 +99,16 @@ def main() -> None:
         name, major = implementation(version.stdout + version.stderr)
     except ValueError as error:
         fail(LAUNCHER, str(error), 1)
-    job = read(LAUNCHER, given)
+    job = read(LAUNCHER, given, os.environ, knows_slurm=name == "Open MPI")
     if name == "Open MPI":
         prefix = Path(mpirun).parent.parent
         arguments, notes = open_mpi(job, os.environ, prefix, major, as_root=os.geteuid() == 0)
     else:
         arguments, notes = hydra(job, os.environ, is_intel=name == "Intel MPI")
     announce(LAUNCHER, job, f"{name} {major}", notes)
-    run(LAUNCHER, mpirun, [mpirun, *arguments, *job.command], os.environ)
+    # Open MPI's mpirun passes it on and goes on; SIGTERM would leave ranks two seconds.
+    stop_signal = signal.SIGUSR1 if name == "Open MPI" else None
+    run(LAUNCHER, mpirun, [mpirun, *arguments, *job.command], os.environ, stop_signal=stop_signal)
 
 
 if __name__ == "__main__":

@@ -95,15 +95,25 @@ def growing_pauses(first_s: float) -> Iterator[float]:
 
 
 def supervise(
-    program: str, command: list[str], env: Mapping[str, str], options: Options, say: Callable[[str], None]
+    program: str,
+    command: list[str],
+    env: Mapping[str, str],
+    options: Options,
+    say: Callable[[str], None],
+    *,
+    stop_signal: int | None = None,
 ) -> int:
     """Runs the command until it succeeds, fails for good, or was started often enough.
+
+    Args:
+        stop_signal: one that the command passes on to its ranks and does not heed itself, so that they have time to
+            save; for a job none of whose ranks runs here.
 
     Returns:
         The exit code to hand out.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-        return _Supervisor(program, command, env, options, Path(folder) / "job.json", say).run()
+        return _Supervisor(program, command, env, options, Path(folder) / "job.json", say, stop_signal).run()
 
 
 class _Supervisor:
@@ -117,7 +127,9 @@ class _Supervisor:
         options: Options,
         file: Path,
         say: Callable[[str], None],
+        stop_signal: int | None,
     ):
+        self._stop_signal = stop_signal
         self._program = program
         self._command = command
         self._env = {**env, "HVDTRAIN_SUPERVISOR_FILE": str(file)}
@@ -207,10 +219,12 @@ class _Supervisor:
         passed_on = signal.SIGTERM if received == signal.SIGHUP else received
         listener = None if again else self._listener()
         with contextlib.suppress(ProcessLookupError):
-            if listener is None:
-                os.killpg(group, passed_on)
-            else:
+            if listener is not None:
                 os.kill(listener, passed_on)
+            elif self._stop_signal is not None and not again:
+                os.kill(group, self._stop_signal)
+            else:
+                os.killpg(group, passed_on)
 
     def _listener(self) -> int | None:
         """The process that the job has named, if it is one of the job's: the number may be another host's."""

@@ -18,10 +18,10 @@ from types import TracebackType
 
 PREFIX = "10.77.0."
 PLACE = Path("/run/hvdtrain-lab")
-"""The sockets and logs of the laboratory that is up: there is one at a time."""
+"""Keys, logs and what hosts find in /etc, of the laboratory that is up: there is one at a time."""
 STARTS_WITHIN_S = 10.0
 _LINKS = Path(__file__).with_name("links.py")
-_NETNS, _ETC = Path("/run/netns"), Path("/etc/netns")
+_NETNS = Path("/run/netns")
 _OURS = "lab[0-9]*"
 _SSHD_CONFIG = """\
 ListenAddress {address}
@@ -41,6 +41,19 @@ UserKnownHostsFile /dev/null
 StrictHostKeyChecking yes
 BatchMode yes
 ConnectTimeout 10
+"""
+
+
+# With its name and the place. Below /sys are the host's own devices then; the control groups stay, for Slurm.
+_HOST = """
+hostname "$0"
+mount --bind "$1/$0/hosts" /etc/hosts
+mount --bind "$1/$0/ssh" /etc/ssh
+mount --rbind /sys/fs/cgroup /mnt
+mount -t sysfs sysfs /sys
+mount --move /mnt /sys/fs/cgroup
+mount -t tmpfs tmpfs /mnt
+exec /usr/sbin/sshd -D -e
 """
 
 
@@ -137,7 +150,7 @@ class Laboratory:
         hosts = "".join(f"{address} {name}\n" for name, address in addresses.items())
         known = "".join(f"{name},{addresses[name]} {_public(PLACE / f'{name}.host_key')}" for name in self.names)
         for name, address in addresses.items():
-            ssh = _ETC / name / "ssh"
+            ssh = PLACE / name / "ssh"
             ssh.mkdir(parents=True)
             (ssh.parent / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
             (ssh / "sshd_config").write_text(_SSHD_CONFIG.format(address=address))
@@ -164,10 +177,21 @@ class Laboratory:
 
     def _start_host(self, name: str) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)
-        script = f"hostname {name} && mount -t tmpfs tmpfs /mnt && exec /usr/sbin/sshd -D -e"
         with (PLACE / f"{name}.log").open("w") as log:
             host = subprocess.Popen(
-                ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script],
+                [
+                    "nsenter",
+                    f"--net={_NETNS / name}",
+                    "unshare",
+                    "--mount",
+                    "--uts",
+                    "sh",
+                    "-e",
+                    "-c",
+                    _HOST,
+                    name,
+                    PLACE,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -237,8 +261,7 @@ def remove() -> None:
         _kill_processes(path.name)
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("netns", "delete", path.name)
-    for folder in (PLACE, *_ETC.glob(_OURS)):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(PLACE, ignore_errors=True)
 
 
 def _links_running() -> list[int]:

@@ -1,7 +1,6 @@
 """Jobs on two hosts of the laboratory: started, kept from starting, and cut off."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import Laboratory, missing
+from laboratory import PLACE, Laboratory, missing
 from launcher import ROOT, Finished, Job, run_job
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=f"a laboratory needs {', '.join(missing())}")
@@ -118,13 +117,13 @@ def test_a_host_that_cannot_be_reached_is_named(lab):
         )
     lab.mend("lab2")
     # Another host answers in its name.
-    known = Path("/etc/netns/lab1/ssh/known_hosts")
+    known = PLACE / "lab1" / "ssh" / "known_hosts"
     text = known.read_text()
     known.write_text(re.sub(r"(lab1\S* \S+ )(\S+)( .*\nlab2\S* \S+ )\S+", r"\1\2\3\2", text))
     assert "host lab2 must let ssh in without a question. Received: WARNING: REMOTE HOST" in refused(lab).output
     known.write_text(text)
     # It has no key of ours.
-    authorized = Path("/etc/netns/lab2/ssh/authorized_keys")
+    authorized = PLACE / "lab2" / "ssh" / "authorized_keys"
     text = authorized.read_text()
     authorized.write_text("")
     assert "host lab2 must let ssh in without a question. Received: root@lab2: Permission denied" in refused(lab).output
@@ -203,16 +202,24 @@ def test_a_network_that_loses_packets():
     assert summaries[1]["wall_seconds"] > summaries[0]["wall_seconds"]
 
 
+def started(lab: Laboratory, host: str, where: str) -> Job:
+    """A long job whose rank 0 is on a host, as soon as it trains."""
+    run_dir = f"/mnt/stopped-{host}"
+    job = Job(lab.command("lab1", [MPIRUN, "-H", where, *TRAIN, run_dir, "--steps", "100000"]), ranks=2, launcher="")
+    while not lab.path(host, f"{run_dir}/metrics.jsonl").exists():
+        assert job.is_running, job.end(1).output
+        time.sleep(0.1)
+    return job
+
+
 def test_exit_codes_and_signals_are_passed_on(lab):
     done = start(lab, [*TRAIN, "/mnt/wrong", "--steps", "-1"]).end(60)
     assert done.code == 64, done.output
-    job = start(lab, [*TRAIN, "/mnt/stopped", "--steps", "100000"])
-    while not lab.path("lab1", "/mnt/stopped/metrics.jsonl").exists():
-        assert job.is_running, job.end(1).output
-        time.sleep(0.1)
-    first_words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0] for pid in job.processes()}
-    (mpirun,) = (pid for pid, word in first_words.items() if word.endswith(b"/mpirun"))
-    os.kill(mpirun, signal.SIGUSR1)
-    done = job.end(30)
-    assert done.code == 75, done.output
-    assert "SIGUSR1 on rank" in done.output, done.output
+    # Rank 0 runs on the launcher's host, or none of the ranks does.
+    for host, where, name in (("lab1", "lab1:1,lab2:1", "SIGTERM"), ("lab2", "lab2:2", "SIGUSR1")):
+        job = started(lab, host, where)
+        job.signal(signal.SIGTERM)
+        done = job.end(30)
+        assert done.code == 75, done.output
+        assert re.search(rf"stopped at step \d+ of 100000 \({name} on rank", done.output), done.output
+        assert len(list(lab.path(host, f"/mnt/stopped-{host}/checkpoints").glob("step-????????"))) == 1

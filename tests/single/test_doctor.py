@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import doctor
-from hvdtrain.doctor import Finding
+from hvdtrain import process
+from hvdtrain.doctor import checks
+from hvdtrain.doctor.checks import Finding
 
 
 def test_this_machine_can_run_a_job():
@@ -30,7 +32,7 @@ def test_this_machine_can_run_a_job():
 
 
 def test_what_is_wrong_comes_with_its_remedy():
-    text = doctor.table([Finding("cores", "2"), Finding("mpirun", "not on PATH", "call through launch/run")])
+    text = checks.table([Finding("cores", "2"), Finding("mpirun", "not on PATH", "call through launch/run")])
     assert text.splitlines() == [
         "ok     cores   2",
         "WRONG  mpirun  not on PATH",
@@ -42,7 +44,7 @@ def test_a_check_that_raises_is_a_finding():
     def broken() -> list[Finding]:
         raise OSError("libmpi.so.40: cannot open shared object file")
 
-    (finding,) = doctor.checked("Horovod", broken)
+    (finding,) = checks.checked("Horovod", broken)
     assert "libmpi.so.40" in finding.state
     assert finding.remedy is not None
 
@@ -52,14 +54,56 @@ def test_open_mpi_5_is_named(answer, wrong, tmp_path, monkeypatch):
     (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{answer}'\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert (doctor.find_mpirun().remedy is not None) == wrong
+    assert (checks.find_mpirun().remedy is not None) == wrong
     monkeypatch.setenv("PATH", "/nowhere")
-    assert "not on PATH" in doctor.find_mpirun().state
+    assert "not on PATH" in checks.find_mpirun().state
 
 
 def test_a_version_out_of_range_is_named(monkeypatch):
-    versions = {**doctor.process.versions(), "tensorflow": "2.15.1", "python": "3.9.1"}
-    monkeypatch.setattr(doctor.process, "versions", lambda: versions)
-    wrong = {finding.topic: finding.remedy for finding in doctor.find_versions() if finding.remedy}
+    versions = {**checks.process.versions(), "tensorflow": "2.15.1", "python": "3.9.1"}
+    monkeypatch.setattr(checks.process, "versions", lambda: versions)
+    wrong = {finding.topic: finding.remedy for finding in checks.find_versions() if finding.remedy}
     assert wrong.keys() == {"tensorflow", "python"}
     assert wrong["tensorflow"].startswith("hvdtrain needs tensorflow==2.21.0")
+
+
+class Hosts:
+    """Two ranks on two hosts, of which the other one's facts are made up."""
+
+    rank, size = 0, 2
+
+    def __init__(self, **other):
+        self._other = other
+
+    def barrier(self):
+        pass
+
+    def allgather(self, value):
+        return [
+            value,
+            value + self._other.get("seconds", 0.0) if isinstance(value, float) else {**value, **self._other},
+        ]
+
+
+@pytest.mark.parametrize(
+    ("other", "wrong"),
+    [
+        ({"host": "b"}, set()),
+        ({"host": "b", "numpy": "1.0"}, {"numpy"}),
+        ({"host": "b", "hvdtrain's code": "another"}, {"hvdtrain's code"}),
+        ({"host": "b", "seconds": -3.0}, {"clocks"}),
+    ],
+)
+def test_hosts_that_differ_are_named(other, wrong, monkeypatch):
+    from hvdtrain.doctor import hosts
+
+    monkeypatch.setattr(hosts.runtime, "current", lambda: SimpleNamespace(collectives=Hosts(**other)))
+    findings, table = hosts.compare()
+    assert {finding.topic for finding in findings} == wrong
+    assert all(finding.remedy for finding in findings)
+    rows = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert rows["host"].split() == ["host", process.host_name(), "b"]
+    assert rows["ranks"].split() == ["ranks", "1", "1"]
+    assert "GPUs" in rows
+    if "numpy" in wrong:
+        assert " 1.0 on b" in findings[0].state

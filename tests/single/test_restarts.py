@@ -380,6 +380,21 @@ def test_a_launcher_that_outlives_its_job_is_killed(job):
     assert process.communicate(timeout=5)[0] == ""
 
 
+def test_a_launcher_without_ranks_here_gets_a_signal_that_it_passes_on(job):
+    job.supervisor = (
+        "import functools, signal\nbootstrap.supervise = functools.partial(bootstrap.supervise, stop_signal=10)\n"
+    )
+    script = "signal.signal(signal.SIGUSR1, lambda *_: log('passes it on'))\nlog_signals('launcher')\nlog('up')\n"
+    process = job.begin("--restarts=0", *job.command(f"{script}while True: time.sleep(0.1)"))
+    job.wait_for("up")
+    process.send_signal(signal.SIGTERM)
+    job.wait_for("passes it on")
+    time.sleep(1.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 75
+    assert job.lines()[2:] == ["passes it on", "launcher got SIGTERM", "launcher ends"]
+
+
 def test_the_dead_are_not_waited_for(job):
     process = job.begin("--restarts=3", *job.command(HAUNTED))
     job.wait_for("up")

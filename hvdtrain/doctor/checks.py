@@ -1,10 +1,9 @@
-"""``python -m hvdtrain doctor``: what matters for a job on this machine, and a remedy for what is wrong."""
+"""What matters for a job on one host, each with a remedy where it is wrong."""
 
 import dataclasses
 import importlib.metadata
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -13,7 +12,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hvdtrain import process
-from hvdtrain.errors import UsageError
 
 _REBUILD = "rebuild the environment: delete .venv and call launch/run again"
 
@@ -26,31 +24,6 @@ class Finding:
     state: str
     remedy: str | None = None
     """What to do; None where nothing is wrong."""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Prints the table on rank 0.
-
-    Returns:
-        0 when a job could run here; 1 otherwise; 64 for arguments, of which it takes none.
-    """
-    if any(argument in ("-h", "--help") for argument in arguments):
-        print("usage: python -m hvdtrain doctor\n\n" + (__doc__ or ""))
-        return 0
-    if arguments:
-        print(f"hvdtrain: doctor takes no options. Received: {' '.join(arguments)}", file=sys.stderr)
-        return UsageError.exit_code
-    launcher = process.find_launcher()
-    findings = [
-        *checked("versions", find_versions),
-        *checked("Horovod", find_horovod),
-        find_mpirun(),
-        Finding("launcher", f"{launcher.name}, {launcher.size} rank(s)"),
-        *checked("allreduce", try_allreduce),
-    ]
-    if launcher.rank == 0:
-        print(table(findings), flush=True)
-    return 1 if any(finding.remedy for finding in findings) else 0
 
 
 def table(findings: Sequence[Finding]) -> str:
