@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,8 +52,15 @@ def made_from() -> str:
     """Changes with the files the environment is made from, and with its place (scripts name it)."""
     digest = hashlib.sha256(str(ROOT).encode())
     for name in INPUTS:
-        digest.update((ROOT / name).read_bytes())
+        text = (ROOT / name).read_text()
+        digest.update((what_is_installed(text) if name == "pyproject.toml" else text).encode())
     return digest.hexdigest()
+
+
+def what_is_installed(pyproject: str) -> str:
+    """The sections that decide it: another rule for a linter must not build for minutes."""
+    sections = re.split(r"^(?=\[)", pyproject, flags=re.MULTILINE)
+    return "".join(each for each in sections if each.startswith(("[project", "[dependency-groups]", "[tool.uv")))
 
 
 def read_stamp() -> dict[str, Any]:

@@ -99,16 +99,18 @@ def main() -> None:
         name, major = implementation(version.stdout + version.stderr)
     except ValueError as error:
         fail(LAUNCHER, str(error), 1)
-    job = read(LAUNCHER, given, os.environ, knows_slurm=name == "Open MPI")
+    # Each piece that Python writes unbuffered would be tagged like a line. Ranks have terminals: lines come at once.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    job = read(LAUNCHER, given, env, knows_slurm=name == "Open MPI")
     if name == "Open MPI":
         prefix = Path(mpirun).parent.parent
-        arguments, notes = open_mpi(job, os.environ, prefix, major, as_root=os.geteuid() == 0)
+        arguments, notes = open_mpi(job, env, prefix, major, as_root=os.geteuid() == 0)
     else:
-        arguments, notes = hydra(job, os.environ, is_intel=name == "Intel MPI")
+        arguments, notes = hydra(job, env, is_intel=name == "Intel MPI")
     announce(LAUNCHER, job, f"{name} {major}", notes)
     # Open MPI's mpirun passes it on and goes on; SIGTERM would leave ranks two seconds.
     stop_signal = signal.SIGUSR1 if name == "Open MPI" else None
-    run(LAUNCHER, mpirun, [mpirun, *arguments, *job.command], os.environ, stop_signal=stop_signal)
+    run(LAUNCHER, mpirun, [mpirun, *arguments, *job.command], env, stop_signal=stop_signal)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class Slurm:
         conf = self._place / "slurm.conf"
         (self._place / "state").mkdir()
         conf.write_text(_CONF.format(place=self._place, nodes=",".join(self._lab.names)))
+        # By default in /tmp, which is the same for all hosts here.
+        conf.with_name("mpi.conf").write_text("PMIxCliTmpDirBase=/mnt\n")
         os.environ["SLURM_CONF"] = str(conf)
         self._start(self._lab.command("lab1", ["slurmctld", "-D", "-f", str(conf)]))
         for name in self._lab.names:

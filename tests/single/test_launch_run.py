@@ -79,8 +79,8 @@ def test_makes_the_environment_anew_when_what_it_is_made_from_changes(checkout, 
     assert run(checkout, "true").returncode == 0
     more = {}
     if change == "file":
-        with (checkout / "pyproject.toml").open("a") as file:
-            file.write("\n# another pin\n")
+        pins = checkout / "pyproject.toml"
+        pins.write_text(pins.read_text().replace('"numpy>=1.26,<3"', '"numpy>=1.26.1,<3"'))
     else:
         more = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
     assert run(checkout, "true", **more).returncode == 0
@@ -88,6 +88,14 @@ def test_makes_the_environment_anew_when_what_it_is_made_from_changes(checkout, 
     # A setting stays in force without being mentioned again.
     assert run(checkout, "true").returncode == 0
     assert calls(checkout) == ["venv", "pip"] * 2
+
+
+def test_does_not_build_for_another_rule_of_a_linter(checkout):
+    assert run(checkout, "true").returncode == 0
+    with (checkout / "pyproject.toml").open("a") as file:
+        file.write('\n[tool.another]\nrule = "x"\n')
+    assert run(checkout, "true").returncode == 0
+    assert calls(checkout) == ["venv", "pip"]
 
 
 def test_works_through_symlinks(checkout):

@@ -1,0 +1,55 @@
+"""The manifest for the MPI operator: what it names exists, and its parts fit together."""
+
+from pathlib import Path
+
+import yaml
+
+from hvdtrain import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+PLACE = ROOT / "launch" / "kubernetes"
+
+
+def documents() -> list[dict]:
+    return list(yaml.safe_load_all((PLACE / "mpijob.yaml").read_text()))
+
+
+def pod(role: str) -> dict:
+    (job,) = [each for each in documents() if each["kind"] == "MPIJob"]
+    return job["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
+
+
+def test_the_launcher_starts_what_there_is():
+    (container,) = pod("Launcher")["containers"]
+    assert (ROOT / container["command"][0]).is_file()
+    arguments = container["args"]
+    assert arguments[:2] == ["--hostfile", "/etc/mpi/hostfile"]  # which the operator writes
+    module = arguments.index("hvdtrain")
+    assert arguments[module - 2 : module] == ["python", "-m"]
+    config = cli.parse("train", arguments[module + 1 :])
+    (worker,) = pod("Worker")["containers"]
+    mounts = [mount["mountPath"] for mount in worker["volumeMounts"]]
+    assert any(str(config.run_dir).startswith(f"{mount}/") for mount in mounts)
+    assert worker["image"] == container["image"]
+
+
+def test_volumes_are_claimed_and_mounted():
+    (worker,) = pod("Worker")["containers"]
+    volumes = {volume["name"]: volume for volume in pod("Worker")["volumes"]}
+    assert {mount["name"] for mount in worker["volumeMounts"]} == volumes.keys()
+    claims = {each["metadata"]["name"] for each in documents() if each["kind"] == "PersistentVolumeClaim"}
+    named = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}
+    assert named == claims
+
+
+def test_a_pod_that_is_to_end_leaves_time_to_save():
+    (worker,) = pod("Worker")["containers"]
+    stop = worker["lifecycle"]["preStop"]["exec"]["command"]
+    assert stop[:2] == ["sh", "-c"]
+    assert "pkill -TERM -f '[p]ython -m hvdtrain'" in stop[2]
+    assert min(pod(role)["terminationGracePeriodSeconds"] for role in ("Launcher", "Worker")) >= 120
+
+
+def test_the_image_holds_the_checkout():
+    text = (PLACE / "Dockerfile").read_text()
+    assert "COPY . /opt/hvdtrain\nWORKDIR /opt/hvdtrain\nRUN launch/run true" in text
