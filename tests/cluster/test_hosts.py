@@ -95,6 +95,25 @@ def test_a_run_goes_on_from_checkpoints_of_the_first_host(lab):
     assert other["weights_sha256"] == one["weights_sha256"]
 
 
+def test_averaging_across_hosts_spares_the_network(lab):
+    """Gradients are averaged within each host at every step, parameters between hosts at every 16th."""
+    sent = {}
+    for mode, more in (
+        ("sync", []),
+        ("host", ["--mode", "local", "--average-across", "host", "--average-every", "16"]),
+    ):
+        before = lab.bytes_sent("lab1")
+        options = ["--steps", "96", "--eval-every", "0", "--check-every", "0", *more]
+        done = start(lab, [*TRAIN, f"/mnt/{mode}", *options], ranks_per_host=2).end(90)
+        assert done.code == 0, done.output
+        sent[mode] = lab.bytes_sent("lab1") - before
+        summary = json.loads(lab.path("lab1", f"/mnt/{mode}/summary.json").read_text())
+        assert (summary["ranks"], summary["hosts"]) == (4, 2)
+        assert summary["eval"]["accuracy"] > 0.9
+    # A start, a comparison of replicas and an evaluation cost as much in both.
+    assert sent["host"] < 0.4 * sent["sync"], sent
+
+
 def refused(lab: Laboratory, launcher: str = "mpirun", *options: str) -> Finished:
     """A job that is not started, within the time that hosts have to answer."""
     began_s = time.monotonic()

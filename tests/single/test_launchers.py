@@ -15,7 +15,7 @@ import horovodrun  # noqa: E402
 import hosts  # noqa: E402
 import mpirun  # noqa: E402
 from arguments import Job  # noqa: E402
-from hosts import Host, find_problems, handed_on, network_to, others, read_hosts, spread  # noqa: E402
+from hosts import Host, find_problems, handed_on, network_to, others, read_hosts, slurm_hosts, spread  # noqa: E402
 
 FOUR = [Host("far1", 4), Host("far2", 4)]
 
@@ -45,6 +45,23 @@ def test_ranks_fill_hosts_in_order():
     assert spread(FOUR, 3) == [Host("far1", 3)]
     with pytest.raises(ValueError, match="Received: 9 ranks on far1:4, far2:4"):
         spread(FOUR, 9)
+
+
+@pytest.mark.parametrize(("tasks", "expected"), [("4(x2),3", [4, 4, 3]), ("2,1,5", [2, 1, 5]), ("7(x3)", [7, 7, 7])])
+def test_hosts_of_a_slurm_allocation(tasks, expected, tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text('#!/bin/sh\n[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": tasks}
+    assert slurm_hosts(env) == [Host(f"n{i + 1}", slots) for i, slots in enumerate(expected)]
+    with pytest.raises(ValueError, match="scontrol must tell"):
+        slurm_hosts({**env, "SLURM_JOB_NODELIST": "other"})
+
+
+def test_in_slurm_open_mpi_finds_the_hosts_itself():
+    arguments, _ = open_mpi(Job(["true"], FOUR, 8, "ib0", [], "Slurm"))
+    assert "-H" not in arguments.split()
+    assert "--prefix /env" in arguments
 
 
 def test_this_host_is_not_another_one():
