@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain import process, runtime
+from hvdtrain import gpus, process, runtime
 from hvdtrain.averaging import LocalTraining
 from hvdtrain.building import compile_plainly, make_model, peak_learning_rate, total_steps, with_task_defaults
 from hvdtrain.checkpoint import RESUME, Checkpointer
@@ -78,6 +78,8 @@ def _train(config: TrainConfig, task: Task, trainer: Trainer, run_directory: Run
     restored = trainer.prepare()
     on_every_rank(lambda: run_directory.write_config(config.as_dict()), collectives)
     reporter.started(_facts(config, trainer), RunShape(trainer.total_steps, trainer.plan.steps_per_epoch))
+    for note in gpus.look(collectives):
+        reporter.warned(trainer.step, note)
     if restored is not None and (changed := _changed(config, restored.manifest["config"])):
         reporter.warned(restored.step, f"goes on with other options than before: {'; '.join(changed)}")
     summary = {"task": config.task, **trainer.fit()}

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 # Each module may import those before it.
 ORDER = [
-    *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime"),
+    *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime", "gpus"),
     *("failure", "replicas", "optimizer", "averaging", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
     *(
         "gradient_watch",

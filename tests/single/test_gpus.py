@@ -1,0 +1,60 @@
+"""What is said about the GPUs of a job's hosts, of made-up ranks: there is no GPU where this is tested."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from hvdtrain import gpus
+from hvdtrain.gpus import RankGpus, notes
+
+
+def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[RankGpus]:
+    """The ranks of a host as they choose their GPUs."""
+    return [RankGpus(name, visible, gpus, f"GPU:{i % gpus}" if gpus else "CPU") for i in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        host("a", 4, 0),
+        [*host("a", 4, 4), *host("b", 4, 4)],
+        [*host("a", 4, 4), *host("b", 2, 2)],
+        # Slurm shows each rank the one that it has bound to it.
+        [RankGpus("a", str(i), 1, "GPU:0") for i in range(4)],
+        [*host("a", 2, 0, ""), *host("b", 2, 0, "")],
+    ],
+)
+def test_nothing_is_said_where_all_is_well(ranks):
+    assert notes(ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([*host("a", 4, 4), *host("b", 4, 0)], "4 rank(s) on host b see no GPU, and hold up those that do. Leave"),
+        ([*host("a", 4, 4), *host("b", 4, 0, "-1")], "host b see no GPU, for CUDA_VISIBLE_DEVICES=-1 hides them"),
+        (host("a", 4, 2), "4 ranks share 2 GPU(s) on host a"),
+        (host("a", 2, 1, "3"), "2 ranks share 1 GPU(s) on host a"),
+        ([*host("a", 4, 4), *host("b", 3, 4)], "1 of 4 GPUs on host b have no rank. Start 4 there."),
+    ],
+)
+def test_what_is_probably_not_meant_is_said(ranks, expected):
+    (note,) = notes(ranks)
+    assert expected in note
+
+
+class TwoRanks:
+    """This one, and one on a host without a GPU."""
+
+    def allgather(self, own):
+        return [own, dataclasses.replace(own, host="b", num_gpus=0, device="CPU")]
+
+
+def test_ranks_are_looked_at_together(monkeypatch):
+    monkeypatch.setattr(gpus.tf.config, "list_physical_devices", lambda kind: [f"/physical_device:{kind}:0"])
+    here = SimpleNamespace(topology=SimpleNamespace(device="GPU:0"))
+    monkeypatch.setattr(gpus.runtime, "current", lambda: here)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (note,) = gpus.look(TwoRanks())
+    assert "host b see no GPU, for CUDA_VISIBLE_DEVICES=0 hides them" in note
