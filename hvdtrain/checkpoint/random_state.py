@@ -5,14 +5,17 @@ from typing import Any
 
 import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random.seed_generator import global_seed_generator
+
+# Of Keras' generator among its global attributes; before Keras 3.13 it has no constant for it.
+_KERAS_GENERATOR = "global_seed_generator"
 
 
 def capture() -> dict[str, Any]:
     """Plain values; see :mod:`hvdtrain.checkpoint.tree`."""
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    keras_generator = get_global_attribute(GLOBAL_SEED_GENERATOR)
+    keras_generator = get_global_attribute(_KERAS_GENERATOR)
     return {
         "python": {"version": version, "internal": np.array(internal, np.uint32), "gauss_next": gauss_next},
         "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
