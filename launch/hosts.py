@@ -97,7 +97,8 @@ def spread(hosts: list[Host], ranks: int) -> list[Host]:
 
 def others(hosts: Iterable[Host]) -> list[str]:
     """The names of those that are not this host."""
-    own = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    own = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    own |= {address for address, _ in _interfaces().values()}
     return [host.name for host in hosts if host.name not in own]
 
 

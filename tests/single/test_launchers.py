@@ -66,7 +66,7 @@ def test_in_slurm_open_mpi_finds_the_hosts_itself():
 
 def test_this_host_is_not_another_one():
     own = socket.gethostname()
-    assert others([Host("localhost", 1), Host(own, 1), Host("far1", 4)]) == ["far1"]
+    assert others([Host("localhost", 1), Host("127.0.0.1", 1), Host(own, 1), Host("far1", 4)]) == ["far1"]
 
 
 def test_what_is_handed_on():
