@@ -70,7 +70,8 @@ def test_this_host_is_not_another_one():
 
 
 def test_what_is_handed_on():
-    env = dict.fromkeys(("PATH", "HVDTRAIN_MPI", "NCCL_DEBUG", "AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "PS1"), "x")
+    secrets = ("AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "PS1", "PATHFINDER_KEY", "TERMINAL_PASSWORD")
+    env = dict.fromkeys(("PATH", "HVDTRAIN_MPI", "NCCL_DEBUG", *secrets), "x")
     assert handed_on(env) == ["HVDTRAIN_MPI", "NCCL_DEBUG", "PATH"]
     assert handed_on(env, ["MY_TOKEN"]) == ["HVDTRAIN_MPI", "MY_TOKEN", "NCCL_DEBUG", "PATH"]
 
@@ -196,9 +197,9 @@ def test_wrong_use_is_refused(launcher, arguments, message):
 
 
 def test_ranks_on_this_host():
-    tell = "import os; print('rank', os.environ['OMPI_COMM_WORLD_RANK'])"
+    tell = "import os; print(*map(os.environ.get, ('OMPI_COMM_WORLD_RANK', 'PYTHONUNBUFFERED')))"
     done = start("mpirun", "-np", "3", sys.executable, "-c", tell)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[1,{rank}]<stdout>:rank {rank}" for rank in range(3)]
+    assert sorted(done.stdout.splitlines()) == [f"[1,{rank}]<stdout>:{rank} None" for rank in range(3)]
     assert "launch/mpirun.sh: 3 rank(s) on this host by Open MPI 4" in done.stderr
     assert start("mpirun", "-np", "1", "sh", "-c", "exit 7").returncode == 7
