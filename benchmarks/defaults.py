@@ -44,15 +44,15 @@ def measure() -> None:
     barrier = runtime.current().collectives.barrier
     results: dict[str, float] = {}
     blocks = {}
-    for name, (make, batch_size) in NETWORKS.items():
+    for name in STEPS:
         for case, options in CASES.items():
             for steps_per_call in (1, 10):
                 optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
                 if options["distributed"]:
                     hvdtrain.DistributedOptimizer(optimizer, groups=options.get("groups"))
-                model = compiled(make(), optimizer)
+                model = compiled(NETWORKS[name][0](), optimizer)
                 steps = CompiledSteps(model, steps_per_call=steps_per_call, accumulate=1)
-                batches = endless_batches(model, batch_size)
+                batches = endless_batches(name)
 
                 def block(steps=steps, batches=batches, num_steps=STEPS[name]) -> float:
                     barrier()

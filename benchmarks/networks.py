@@ -1,13 +1,16 @@
 """The networks that the benchmarks train, with made-up samples of their shapes."""
 
 import time
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
+from samples import BATCH_SIZES, TOKENS, VOCABULARY, batch
 
-from hvdtrain.steps import CompiledSteps
+if TYPE_CHECKING:
+    from hvdtrain.steps import CompiledSteps
 
 
 def cnn() -> keras.Model:
@@ -39,16 +42,36 @@ def mlp() -> keras.Model:
     )
 
 
-NETWORKS = {"cnn": (cnn, 64), "mlp": (mlp, 32)}
+def lstm() -> keras.Model:
+    """A classifier of texts: an embedding of 64, an LSTM of 64, a dense layer."""
+    return keras.Sequential(
+        [
+            layers.Input((TOKENS,), dtype="int32"),
+            layers.Embedding(VOCABULARY, 64),
+            layers.LSTM(64),
+            layers.Dense(10),
+        ]
+    )
+
+
+def transformer() -> keras.Model:
+    """An embedding of 128, two encoder layers of 4 heads, the mean, a dense layer."""
+    tokens = layers.Input((TOKENS,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, 128)(tokens)
+    for _ in range(2):
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 32)(x, x))
+        hidden = layers.Dense(256, activation="relu")(x)
+        x = layers.LayerNormalization()(x + layers.Dense(128)(hidden))
+    return keras.Model(tokens, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+NETWORKS = {make.__name__: (make, BATCH_SIZES[make.__name__]) for make in (cnn, mlp, lstm, transformer)}
 """Name to the network and its batch size per rank."""
 
 
-def endless_batches(model: keras.Model, batch_size: int, *, with_factor: bool = True) -> tf.data.Iterator:
+def endless_batches(name: str, *, with_factor: bool = True) -> tf.data.Iterator:
     """One made-up batch again and again, with the factor that hvdtrain's input gives it: the input costs nothing."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(batch_size, *model.input_shape[1:])).astype(np.float32)
-    y = rng.integers(0, 10, batch_size).astype(np.int32)
-    element = ((x, y), np.float32(1)) if with_factor else (x, y)
+    element = (batch(name), np.float32(1)) if with_factor else batch(name)
     return iter(tf.data.Dataset.from_tensors(element).repeat())
 
 
@@ -61,7 +84,7 @@ def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> keras
     return model
 
 
-def step_ms(steps: CompiledSteps, batches: tf.data.Iterator, num_steps: int) -> float:
+def step_ms(steps: "CompiledSteps", batches: tf.data.Iterator, num_steps: int) -> float:
     """Makes at least ``num_steps`` steps; the time of one."""
     began_s = time.perf_counter()
     done = 0

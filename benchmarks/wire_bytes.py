@@ -2,7 +2,7 @@
 
     launch/run python benchmarks/wire_bytes.py        # as root, with Debian's iproute2 and openssh-server
 
-Hosts are network namespaces of this machine, joined by links of 100 Mbit/s, a rank on each. Trains a network of 17 MB
+Hosts are network namespaces of this machine, joined by links of 100 Mbit/s, a rank on each. Trains a network of 67 MB
 in sync mode and in local mode, each for two numbers of steps: the difference is that of the steps alone, without the
 start. Bytes are those that the hosts' interfaces have sent, with the headers of IP and TCP. A ring has to send
 2 (N - 1) / N times the size of the model from each rank; goals: at most 1.06 of that, at least 0.92 of the link.
@@ -20,7 +20,7 @@ sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
 
 RATE_MBIT = 100.0
-WIDTH, LAYERS = 1184, 3
+WIDTH, LAYERS = 2368, 3
 EVERY = 4
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         with Laboratory(ranks, rate_mbit=RATE_MBIT, mtu_bytes=arguments.mtu) as lab:
             for mode in ("sync", "local"):
-                found = [measure(lab, mode, 8, 24) for _ in range(arguments.repeats)]
+                found = [measure(lab, mode, 4, 12) for _ in range(arguments.repeats)]
                 for i, name in enumerate(("bytes over the needed", "rate over the link's")):
                     values = [each[i] for each in found]
                     spread = f"{min(values):.3f} to {max(values):.3f}, {len(values)} repetitions"

@@ -21,16 +21,15 @@ from hvdtrain.gradient_watch import GradientWatch
 from hvdtrain.steps import CompiledSteps
 from hvdtrain.timing.step_times import StepTimes
 
-STEPS_PER_BLOCK = {"cnn": 20, "mlp": 1000}
+STEPS_PER_BLOCK = {"cnn": 20, "mlp": 1000, "lstm": 40, "transformer": 40}
 
 
 def plain_block(name: str, steps_per_call: int) -> Callable[[], float]:
     """Keras' own compiled step, as model.fit runs it."""
-    make, batch_size = NETWORKS[name]
-    model = compiled(make(), keras.optimizers.SGD(1e-3, momentum=0.9))
+    model = compiled(NETWORKS[name][0](), keras.optimizers.SGD(1e-3, momentum=0.9))
     model.steps_per_execution = steps_per_call
     model.make_train_function()
-    batches = endless_batches(model, batch_size, with_factor=False)
+    batches = endless_batches(name, with_factor=False)
 
     def block() -> float:
         began_s = time.perf_counter()
@@ -44,14 +43,13 @@ def plain_block(name: str, steps_per_call: int) -> Callable[[], float]:
 
 def trainer_block(name: str, steps_per_call: int) -> Callable[[], float]:
     """The step that Trainer runs: distributed optimizer, NaN guard, gradient norm, times."""
-    make, batch_size = NETWORKS[name]
-    model = compiled(make(), hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9)))
+    model = compiled(NETWORKS[name][0](), hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9)))
     model.optimizer.build(model.trainable_variables)
     times = StepTimes(1)
     watch = GradientWatch(model.optimizer, times, on_nan="stop")
     watch.build(model.trainable_variables)
     steps = CompiledSteps(model, steps_per_call=steps_per_call, times=times, watch=watch, weighted=False)
-    batches = endless_batches(model, batch_size)
+    batches = endless_batches(name)
 
     def block() -> float:
         return step_ms(steps, batches, STEPS_PER_BLOCK[name])

@@ -9,18 +9,20 @@ from typing import Any, NoReturn
 
 from hvdtrain import config as configuration
 from hvdtrain import process
-from hvdtrain.config import Config, EvalConfig, ExportConfig, TrainConfig
+from hvdtrain.config import BenchConfig, Config, EvalConfig, ExportConfig, TrainConfig
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 
 # Of each command: what it can be told, the module that runs it, and what it does.
 _RUNS: dict[str, tuple[type[Config], str, str]] = {
     "train": (TrainConfig, "job", "Trains a Keras 3 model on every rank that the launcher started."),
     "eval": (EvalConfig, "evaluate", "Evaluates a checkpoint of a run, or each as it appears, on all ranks."),
+    "bench": (BenchConfig, "bench", "Measures the steps of a task on all ranks, and what they wait for."),
     "export": (ExportConfig, "export", "Writes the model of a run for those who use it without hvdtrain."),
 }
 COMMANDS = (*_RUNS, "doctor")
 _USAGE = """python -m hvdtrain [train] [options]
        python -m hvdtrain eval|export --run-dir DIR [options]
+       python -m hvdtrain bench [options]
        python -m hvdtrain doctor
        python -m hvdtrain --task NAME --make-sample-data DIR"""
 
@@ -101,7 +103,11 @@ def parse(command: str, argv: Sequence[str]) -> Config:
         return parse_train(argv)
     kind = _RUNS[command][0]
     flags = vars(_parser(command).parse_args(list(argv)))
-    config: Any = kind(**{name: configuration.converted(name, value, kind) for name, value in flags.items()})
+    config: Any
+    if issubclass(kind, TrainConfig):
+        config = configuration.build(flags, None, kind)
+    else:
+        config = kind(**{name: configuration.converted(name, value, kind) for name, value in flags.items()})
     _require_data_dir(config.data_dir)
     return config
 

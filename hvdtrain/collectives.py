@@ -1,4 +1,4 @@
-"""What ranks do together. The only module that imports horovod.
+"""What ranks do together. The only module that imports horovod or mpi4py.
 
 :class:`HorovodCollectives` is the real one, :class:`OneProcess` the same for a single process
 without Horovod, for unit tests and wherever Horovod is not to be started.
@@ -48,6 +48,9 @@ class Collectives(Protocol):
 
         Horovod has to be started with ``hvdtrain.init(process_groups=True)``.
         """
+
+    def sum_by_mpi(self, array: np.ndarray) -> np.ndarray | None:
+        """The same by a bare MPI_Allreduce, to compare with; None where MPI does not connect the ranks."""
 
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         """Overwrites the variables with those of ``root_rank``."""
@@ -146,6 +149,15 @@ class HorovodCollectives:
 
             self._compiled_sums[name] = tf.function(tf.autograph.experimental.do_not_convert(reduce))
         return self._compiled_sums[name](list(tensors))
+
+    def sum_by_mpi(self, array: np.ndarray) -> np.ndarray | None:
+        if not self._hvd.mpi_enabled():
+            return None
+        from mpi4py import MPI  # not above: it loads MPI, which a job over Gloo may not have
+
+        total = np.empty_like(array)
+        MPI.COMM_WORLD.Allreduce(array, total)
+        return total
 
     def of_host(self) -> Collectives:
         if self.local_size == self.size:
@@ -297,6 +309,9 @@ class OneProcess:
 
     def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         return list(tensors)
+
+    def sum_by_mpi(self, array: np.ndarray) -> np.ndarray | None:
+        return None
 
     def of_host(self) -> Collectives:
         return self

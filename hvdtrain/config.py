@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hvdtrain.errors import UsageError
 
@@ -17,6 +17,7 @@ else:
 
 WHAT, LEARNING, RANKS, RUNNING = "what to train", "learning", "between ranks", "running"
 LOCAL = "between ranks, with --mode local"
+MEASURING = "measuring"
 
 
 def _option(group: str, default: Any, text: str, *, metavar: str = "N", choices: tuple[str, ...] | None = None) -> Any:
@@ -319,9 +320,41 @@ class ExportConfig(_ReadingConfig):
             raise _broken("format", "one of keras, saved_model, onnx", self.format)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchConfig(TrainConfig):
+    """Everything ``python -m hvdtrain bench`` can be told: what of training decides how long a step takes."""
+
+    output: str = _option(MEASURING, "bench", "folder for bench.json and bench.png", metavar="DIR")
+    blocks: int = _option(MEASURING, 10, "measurements of each case, in turn with the others")
+    block_seconds: float = _option(MEASURING, 1.0, "how long a measurement is to take, at least", metavar="SECONDS")
+    max_spread: float = _option(
+        MEASURING,
+        0.1,
+        "report nothing where every other measurement of a case differs from those between by more than this share",
+        metavar="X",
+    )
+    mode: str = "local"
+    """Both modes are measured."""
+
+    NOT_OFFERED: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("run_dir", "steps", "epochs", "mode", "op", "sync_batchnorm", "accumulate", "check_every", "wait_free"),
+            *("average_schedule", "local_after", "average_across", "eval_every", "checkpoint_every", "keep", "resume"),
+            *("log_every", "histograms_every", "on_nan", "timeline", "profile_steps", "deterministic", "ema_ramp"),
+        }
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self, "blocks", lambda value: value >= 4, "at least 4")
+        for name in ("block_seconds", "max_spread"):
+            _require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+
+
 def options(config: Any) -> list["dataclasses.Field[Any]"]:
     """The fields of a configuration, or of its class, that a flag sets."""
-    return [field for field in dataclasses.fields(config) if "help" in field.metadata]
+    hidden: frozenset[str] = getattr(config, "NOT_OFFERED", frozenset())
+    return [field for field in dataclasses.fields(config) if "help" in field.metadata and field.name not in hidden]
 
 
 def _is_step_range(text: str) -> bool:
@@ -396,7 +429,7 @@ def read_toml(path: str) -> dict[str, Any]:
         raise UsageError(f"in {path}: {error}") from None
 
 
-def build(flags: Mapping[str, Any], config_file: str | None) -> TrainConfig:
+def build(flags: Mapping[str, Any], config_file: str | None, kind: type[TrainConfig] = TrainConfig) -> TrainConfig:
     """A configuration of training from a TOML file and flags; flags win.
 
     Raises:
@@ -404,5 +437,5 @@ def build(flags: Mapping[str, Any], config_file: str | None) -> TrainConfig:
     """
     values = read_toml(config_file) if config_file is not None else {}
     for name, value in flags.items():
-        values[name] = converted(name, value)
-    return TrainConfig(**values, given=frozenset(values))
+        values[name] = converted(name, value, kind)
+    return kind(**values, given=frozenset(values))

@@ -1,6 +1,8 @@
 """Brings a rank up: environment, Horovod, GPU, threads, seeds."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
@@ -108,6 +110,19 @@ def current() -> Runtime:
     if _runtime is None:
         raise UsageError("hvdtrain.init() must be called first, before the model is made.")
     return _runtime
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """In it, this rank is a job of one rank."""
+    global _runtime
+    before = current()
+    topology = dataclasses.replace(before.topology, rank=0, size=1, cross_rank=0, cross_size=1)
+    _runtime = Runtime(topology, OneProcess())
+    try:
+        yield
+    finally:
+        _runtime = before
 
 
 def collectives() -> Collectives:

@@ -171,10 +171,10 @@ class Trainer:
         self._profiler = profiler or Profiler()
         self._job = watch or JobWatch(self._collectives)
         self._progress = Progress()
-        shares = TimeShares(times, self._collectives, process.host_name())
+        self.shares = TimeShares(times, self._collectives, process.host_name())
         calls = TrainingCalls(model, self._steps, self._feed, self._gradients)
         self._mode = make_mode(
-            Training(model, self._plan, self._progress, calls, self._collectives, shares, self._job),
+            Training(model, self._plan, self._progress, calls, self._collectives, self.shares, self._job),
             local,
             total_steps=self._total_steps,
             num_synchronized=self._num_synchronized,
@@ -187,7 +187,7 @@ class Trainer:
             reporter=self._reporter,
             gradients=self._gradients,
             quota=self._quota,
-            shares=None if local is not None and local.wait_free else shares,
+            shares=None if local is not None and local.wait_free else self.shares,
             averager=self._mode.averager,
             activations=Activations(model, evaluation or training),
         )
@@ -290,6 +290,19 @@ class Trainer:
             self._mode.begin()
             self._is_prepared = True
         return self._restored
+
+    def make_steps(self, steps: int, clock: Clock) -> None:
+        """Makes this many steps and nothing else: no logs, evaluations, checkpoints, guards. For measurements.
+
+        Raises:
+            JobError: as :meth:`fit`.
+        """
+        self.prepare()
+        if self._feed.iterator is None:
+            self._feed.start(0)
+        last = self.step + steps
+        while self.step < last:
+            self._make_call(clock)
 
     def _is_done(self) -> bool:
         progress = self._progress

@@ -190,11 +190,21 @@ def make_environment(log: TextIO) -> None:
     # Compiled here, in 15 s: where PYTHONDONTWRITEBYTECODE is set, as in many containers, or where ranks may not write
     # here, each start of each rank would otherwise compile TensorFlow anew, for 5 s.
     install = [*uv, "pip", "install", "--compile-bytecode", "--python", str(VENV / "bin" / "python")]
+    if chosen["HVDTRAIN_MPI"] == "site":
+        # The cache knows that it was a site's MPI, not which one.
+        install += ["--refresh-package", "horovod"]
     run_step(
         "Installing TensorFlow and building Horovod for it, about 2 minutes on 2 cores",
         [*install, "--editable", ".", "--group", "dev"],
         log,
     )
+    if chosen["HVDTRAIN_MPI"] == "site":
+        # The wheel of mpi4py looks for an MPI by the names of libraries, and finds another than Horovod's, or none.
+        if "MPI_HOME" in os.environ:
+            os.environ["MPICC"] = str(Path(os.environ["MPI_HOME"], "bin", "mpicc"))
+        requirement = re.findall(r'"(mpi4py[^"]*)"', (ROOT / "pyproject.toml").read_text())
+        options = ["--no-deps", "--no-cache", "--no-binary", "mpi4py", "--reinstall-package", "mpi4py"]
+        run_step("Building mpi4py with the site's MPI", [*install, *options, *requirement], log)
     STAMP.write_text(json.dumps({"made_from": made_from(), "settings": chosen}))
     say("the environment is ready.")
 

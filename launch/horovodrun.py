@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from arguments import Job, announce, parser, read, run
-from hosts import fail, handed_on, interface_in
+from hosts import between_hosts, fail, handed_on, interface_in
 
 LAUNCHER = "launch/horovodrun.sh"
 
@@ -49,7 +49,8 @@ def _interface(network: str) -> str:
 
 def environment(env: Mapping[str, str], job: Job) -> dict[str, str]:
     """The variables that horovodrun is started with."""
-    return {name: env[name] for name in handed_on(env, job.handed_on)}
+    handed = {name: env[name] for name in handed_on(env, job.handed_on)}
+    return between_hosts(handed) if job.is_remote else handed
 
 
 def main() -> None:

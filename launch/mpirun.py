@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from arguments import Job, announce, parser, read, run
-from hosts import fail, handed_on
+from hosts import between_hosts, fail, handed_on
 
 LAUNCHER = "launch/mpirun.sh"
 
@@ -103,6 +103,7 @@ def main() -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     job = read(LAUNCHER, given, env, knows_slurm=name == "Open MPI")
     if name == "Open MPI":
+        env = between_hosts(env) if job.is_remote else env
         prefix = Path(mpirun).parent.parent
         arguments, notes = open_mpi(job, env, prefix, major, as_root=os.geteuid() == 0)
     else:

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import statistics
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,12 +37,17 @@ def measure() -> str:
 def allreduce_s(collectives: Collectives, size: int, times: int) -> float:
     """The median time of an allreduce, in seconds, of the slowest rank."""
     values = [np.ones(size // 4, np.float32)]
-    collectives.sum(values)
+    return median_s(collectives, lambda: collectives.sum(values), times)
+
+
+def median_s(collectives: Collectives, operation: Callable[[], object], times: int) -> float:
+    """The median time of what all ranks do together, in seconds, of the slowest rank."""
+    operation()
     taken_s = []
     for _ in range(times):
         collectives.barrier()
         began_s = time.perf_counter()
-        collectives.sum(values)
+        operation()
         taken_s.append(time.perf_counter() - began_s)
     return max(collectives.allgather(statistics.median(taken_s)))
 

@@ -38,9 +38,13 @@ class Clock:
         """The mean over the run."""
         return _seconds_per_step(self._calls[1:] or self._calls)
 
+    def calls_ms(self) -> list[float]:
+        """The time of a step in each call, in milliseconds."""
+        return [1000 * seconds / steps for steps, seconds in self._calls[1:] or self._calls]
+
     def step_ms(self) -> dict[str, float]:
         """Median and 95th percentile of the time of a step, in milliseconds."""
-        milliseconds = [1000 * seconds / steps for steps, seconds in self._calls[1:] or self._calls]
+        milliseconds = self.calls_ms()
         return {"p50": float(np.percentile(milliseconds, 50)), "p95": float(np.percentile(milliseconds, 95))}
 
 

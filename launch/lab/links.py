@@ -12,7 +12,9 @@ import collections
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import json
+import math
 import os
 import random
 import select
@@ -43,31 +45,62 @@ def open_device(namespace: str) -> int:
 
 
 class Line:
-    """What one host sends."""
+    """What one host sends: connections take turns, those that had nothing waiting first, as with Linux' fq_codel."""
 
     def __init__(self, rate_bits: float, delay_s: float, loss: float):
         self._rate_bits = rate_bits
         self._delay_s = delay_s
         self._loss = loss
         self._is_free_at = 0.0
-        self.under_way: collections.deque[tuple[float, int, bytes]] = collections.deque()
+        self._waiting_bits = 0
+        self._connections: dict[bytes, collections.deque[tuple[float, int, bytes]]] = {}
+        self._turns: collections.deque[bytes] = collections.deque()
+        self._under_way: collections.deque[tuple[float, int, bytes]] = collections.deque()
 
     def send(self, now: float, to: int, packet: bytes) -> None:
-        if random.random() < self._loss or self._is_free_at - now > _QUEUE_S:
+        if random.random() < self._loss or self._waiting_bits > _QUEUE_S * self._rate_bits:
             return
-        self._is_free_at = max(now, self._is_free_at) + 8 * len(packet) / self._rate_bits
-        self.under_way.append((self._is_free_at + self._delay_s, to, packet))
+        self._waiting_bits += 8 * len(packet)
+        connection = packet[12:24]  # addresses and ports
+        if connection not in self._connections:
+            self._connections[connection] = collections.deque()
+            self._turns.appendleft(connection)
+        self._connections[connection].append((now, to, packet))
+
+    def next_s(self) -> float:
+        """When there is something to do."""
+        times = [self._is_free_at] if self._turns else []
+        return min([*times, *(each[0] for each in itertools.islice(self._under_way, 1))], default=math.inf)
+
+    def arrived(self, now: float) -> list[tuple[int, bytes]]:
+        """To whom what packets come."""
+        while self._turns and self._is_free_at <= now:
+            connection = self._turns.popleft()
+            came_s, to, packet = self._connections[connection].popleft()
+            # Also when this process was late, the line was not.
+            self._is_free_at = max(self._is_free_at, came_s) + 8 * len(packet) / self._rate_bits
+            self._under_way.append((self._is_free_at + self._delay_s, to, packet))
+            self._waiting_bits -= 8 * len(packet)
+            if self._connections[connection]:
+                self._turns.append(connection)
+            else:
+                del self._connections[connection]
+        packets = []
+        while self._under_way and self._under_way[0][0] <= now:
+            packets.append(self._under_way.popleft()[1:])
+        return packets
 
 
 def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line], control: socket.socket) -> None:
+    os.nice(-20)  # Ranks that share its cores must not slow the network.
     poll = select.epoll()
     for device in (*devices, control.fileno()):
         poll.register(device, select.EPOLLIN)
     numbers = {device: i for i, device in enumerate(devices)}
     cut: set[int] = set()
     while True:
-        next_s = min((line.under_way[0][0] for line in lines if line.under_way), default=None)
-        timeout_s = -1.0 if next_s is None else max(0.0, next_s - time.monotonic())
+        next_s = min(line.next_s() for line in lines)
+        timeout_s = -1.0 if next_s == math.inf else max(0.0, next_s - time.monotonic())
         for ready, _ in poll.poll(timeout_s):
             if ready == control.fileno():
                 message = json.loads(control.recv(4096))
@@ -84,8 +117,7 @@ def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line]
                     lines[numbers[ready]].send(time.monotonic(), to, packet)
         now = time.monotonic()
         for line in lines:
-            while line.under_way and line.under_way[0][0] <= now:
-                _, to, packet = line.under_way.popleft()
+            for to, packet in line.arrived(now):
                 with contextlib.suppress(OSError):  # Full, or the host is gone: lost.
                     os.write(devices[to], packet)
 

@@ -1,6 +1,7 @@
 """Jobs on two hosts of the laboratory: started, kept from starting, and cut off."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -96,15 +97,15 @@ def test_a_run_goes_on_from_checkpoints_of_the_first_host(lab):
 
 
 def test_averaging_across_hosts_spares_the_network(lab):
-    """Gradients are averaged within each host at every step, parameters between hosts at every 16th."""
+    """Gradients are averaged within each host at every step, parameters between hosts at every 48th."""
     sent = {}
     for mode, more in (
         ("sync", []),
-        ("host", ["--mode", "local", "--average-across", "host", "--average-every", "16"]),
+        ("host", ["--mode", "local", "--average-across", "host", "--average-every", "48"]),
     ):
         before = lab.bytes_sent("lab1")
-        options = ["--steps", "96", "--eval-every", "0", "--check-every", "0", *more]
-        done = start(lab, [*TRAIN, f"/mnt/{mode}", *options], ranks_per_host=2).end(90)
+        options = ["--steps", "240", "--eval-every", "0", "--check-every", "0", *more]
+        done = start(lab, [*TRAIN, f"/mnt/{mode}", *options], ranks_per_host=2).end(150)
         assert done.code == 0, done.output
         sent[mode] = lab.bytes_sent("lab1") - before
         summary = json.loads(lab.path("lab1", f"/mnt/{mode}/summary.json").read_text())
@@ -156,6 +157,22 @@ def test_a_host_that_cannot_be_reached_is_named(lab):
     # Its ssh server is gone.
     lab.kill("lab2")
     assert "Connection refused" in refused(lab).output
+
+
+def test_a_port_that_is_taken(lab):
+    """Row 20. Ports are free ones, unless a site allows only some: then a job for which there is none ends at once."""
+    listen = "import socket, time; taken = socket.create_server(('', 41000)); print(flush=True); time.sleep(100)"
+    other = subprocess.Popen(lab.command("lab1", [sys.executable, "-c", listen]), stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        one_port = {"OMPI_MCA_btl_tcp_port_min_v4": "41000", "OMPI_MCA_btl_tcp_port_range_v4": "1"}
+        done = start(lab, [*TRAIN, "/mnt/port", "--steps", "3"], **one_port).end(30)
+    finally:
+        other.kill()
+        other.wait()
+    assert done.code not in (0, 64, 65, 70, 75, 78), done.output
+    assert "bind() failed: no port available in the range [41000" in done.output, done.output
 
 
 def test_another_version_on_a_host_is_named(lab, tmp_path):
@@ -219,6 +236,28 @@ def test_a_network_that_loses_packets():
             summaries.append(json.loads(lab.path("lab1", f"{run_dir}/summary.json").read_text()))
     assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
     assert summaries[1]["wall_seconds"] > summaries[0]["wall_seconds"]
+
+
+def test_nobody_waits_for_a_host_that_stands_still(lab, tmp_path):
+    """Row 19: the other host goes on meanwhile, and what both have made is averaged."""
+    spec = {"fault": "SIGSTOP", "ranks": [1], "step": 20, "mark": str(tmp_path / "moment"), "made": str(tmp_path)}
+    options = ["--steps", "200", "--mode", "local", "--average-every", "5", "--wait-free"]
+    train = [sys.executable, str(ROOT / "tests" / "parallel" / "faulty.py"), json.dumps({**spec, "step_s": 0.01})]
+    job = start(lab, [*train, "--run-dir", "/mnt/still", *options])
+    while not (tmp_path / "moment").exists():
+        assert job.is_running, job.end(1).output
+        time.sleep(0.1)
+    time.sleep(4)
+    os.kill(next(pid for pid, env in job.processes().items() if env.get("OMPI_COMM_WORLD_RANK") == "1"), signal.SIGCONT)
+    done = job.end(60)
+    assert done.code == 0, done.output
+    assert "(equal on all ranks)" in done.output
+    made = [int((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
+    assert made[0] > made[1] + 50, made
+    assert sum(made) >= 400
+    summary = json.loads(lab.path("lab1", "/mnt/still/summary.json").read_text())
+    assert 0 < 32 * sum(made) - summary["samples"] < 32 * 200, "the last batch of an epoch is smaller"
+    assert summary["eval"]["accuracy"] > 0.9
 
 
 def started(lab: Laboratory, host: str, where: str) -> Job:

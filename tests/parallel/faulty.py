@@ -1,7 +1,8 @@
 """``python -m hvdtrain`` with a fault: started by a launcher on every rank, as the command line is.
 
 The first argument is a JSON object: ``rank`` and ``step`` say where the fault strikes, ``fault`` which one,
-``mark`` names a file in which the moment is noted. The other arguments are the command line's.
+``mark`` names a file in which the moment is noted, ``made`` a folder in which each rank notes at the end how many
+steps it has made. The other arguments are the command line's.
 """
 
 import contextlib
@@ -106,4 +107,7 @@ else:
     CompiledSteps.train = train_with_fault
     if "sync_s" in SPEC:
         files.sync = folders.sync = slow_sync
-sys.exit(main(sys.argv[2:]))
+code = main(sys.argv[2:])
+if "made" in SPEC:
+    Path(SPEC["made"], f"rank{RANK}").write_text(str(train_with_fault.made))
+sys.exit(code)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(E
 ENDS_WITHIN_S = 5.0
 # Longer than a start takes on a machine that has other work.
 STALL_S = 8
+# What differs little from its neighbours.
+LONG = partial(pytest.param, marks=pytest.mark.long)
 
 
 def flags(run_dir: Path, *more: str) -> list[str]:
@@ -101,7 +104,8 @@ def tracebacks(done: Finished, launcher: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("rank", "launcher"), [(1, "mpirun"), (0, "mpirun"), (1, "horovodrun"), (1, "horovodrun --gloo")]
+    ("rank", "launcher"),
+    [(1, "mpirun"), (0, "mpirun"), LONG(1, "horovodrun"), (1, "horovodrun --gloo")],
 )
 def test_a_killed_rank(rank, launcher, untouched, tmp_path):
     """Rows 1 and 2 of the list of faults."""
@@ -131,11 +135,11 @@ def test_killed_while_it_saves(untouched, tmp_path):
     ("to", "launcher", "number"),
     [
         ("rank 1", "mpirun", "SIGTERM"),
-        ("rank 0", "mpirun", "SIGINT"),
-        ("rank 1", "horovodrun --gloo", "SIGTERM"),
+        LONG("rank 0", "mpirun", "SIGINT"),
+        LONG("rank 1", "horovodrun --gloo", "SIGTERM"),
         ("all ranks", "mpirun", "SIGTERM"),
         ("the launcher", "mpirun", "SIGTERM"),
-        ("the launcher", "mpirun", "SIGINT"),
+        LONG("the launcher", "mpirun", "SIGINT"),
         ("the launcher", "mpirun", "SIGUSR1"),
         ("the launcher", "horovodrun", "SIGTERM"),
         ("the launcher", "horovodrun --gloo", "SIGTERM"),

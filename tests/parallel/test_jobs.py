@@ -371,3 +371,29 @@ def test_the_fixture_fails_on_a_hang_an_error_and_an_empty_run(tmp_path):
     skipped = Path(tmp_path / "skipped.xml")
     skipped.write_text('<testsuites><testsuite tests="5" failures="1" errors="0" skipped="3"/></testsuites>')
     assert executed_tests(skipped) == 1
+
+
+def test_bench(tmp_path):
+    """All ranks, and the first alone; nothing of a machine that is not steady."""
+    line = [*TRAIN, "bench", "--output", str(tmp_path), "--blocks", "4", "--block-seconds", "0.2"]
+    unsteady = run_job([*line, "--max-spread", "1e-9"], ranks=2, timeout_s=120)
+    assert unsteady.code == 1, unsteady.output
+    assert "ms a step" in told(unsteady)[0]
+    assert "Nothing is reported." in told(unsteady)[0]
+    assert not list(tmp_path.iterdir())
+    job = run_job([*line, "--max-spread", "100", "--average-every", "5"], ranks=2, timeout_s=120)
+    assert job.code == 0, job.output
+    found = json.loads((tmp_path / "bench.json").read_text())
+    ranks = {name: case["ranks"] for name, case in found["cases"].items()}
+    assert ranks == {"one rank alone": 1, "no communication": 2, "sync": 2, "local": 2}
+    assert found["ratios"].keys() == {
+        "no communication over one rank alone",
+        "sync over no communication",
+        "local over no communication",
+    }
+    assert found["steps_of_a_measurement"] % 5 == 0
+    assert sum(found["shares"][f"{name}_fraction"] for name in ("input", "compute", "communication")) >= 0.99
+    assert found["shares"]["communication_fraction"] > 0
+    assert all(row["over_mpi"] > 0 for row in found["network"]["allreduce"])
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert job.output.count("one rank alone") == 2

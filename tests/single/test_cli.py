@@ -52,7 +52,7 @@ def test_bad_arguments(arguments, message):
     ("arguments", "code", "message"),
     [
         (["--steps", "-3"], 64, "--steps must be at least 1. Received: -3"),
-        (["launch"], 64, "the command must be one of train, eval, export, doctor. Received: 'launch'"),
+        (["launch"], 64, "the command must be one of train, eval, bench, export, doctor. Received: 'launch'"),
         (["train", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
         (["--timeline", "/nowhere/trace.json"], 65, "--timeline must be a file in an existing folder"),
         (["doctor", "--fast"], 64, "doctor takes no options"),

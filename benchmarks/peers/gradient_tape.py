@@ -1,0 +1,51 @@
+"""A training step written by hand, for the peers that do not train by Keras' own."""
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+from networks import NETWORKS
+from samples import batch
+
+RATE, MOMENTUM = 1e-3, 0.9
+
+
+def momentum_step(
+    name: str, reduce: Callable[[list[tf.Tensor], list[tf.Variable]], list[tf.Tensor]]
+) -> Callable[[], None]:
+    """A function that makes a step: gradients, reduced, then SGD with momentum."""
+    model = NETWORKS[name][0]()
+    weights = [variable.value for variable in model.trainable_variables]
+    velocities = [tf.Variable(tf.zeros_like(weight), trainable=False) for weight in weights]
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x, y = (tf.constant(each) for each in batch(name))
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        gradients = [tf.convert_to_tensor(each) for each in tape.gradient(value, weights)]
+        for weight, velocity, gradient in zip(weights, velocities, reduce(gradients, weights), strict=True):
+            velocity.assign(MOMENTUM * velocity - RATE * gradient)
+            weight.assign_add(velocity)
+
+    return step
+
+
+def block_of(step: Callable[[], None], steps_per_call: int) -> Callable[[int], None]:
+    """Makes so many steps, some in each compiled call."""
+
+    @tf.function
+    def call() -> None:
+        for _ in tf.range(steps_per_call):
+            step()
+
+    single = tf.function(step)
+
+    def block(num_steps: int) -> None:
+        for _ in range(num_steps // steps_per_call):
+            if steps_per_call == 1:
+                single()
+            else:
+                call()
+
+    return block

@@ -1,0 +1,66 @@
+"""tf.distribute.MultiWorkerMirroredStrategy with a loop of its own: model.fit refuses it on Keras 3."""
+
+import os
+
+import tensorflow as tf
+
+threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORKERS"]))
+tf.config.threading.set_intra_op_parallelism_threads(threads)
+tf.config.threading.set_inter_op_parallelism_threads(threads)
+options = tf.distribute.experimental.CommunicationOptions(
+    implementation=tf.distribute.experimental.CommunicationImplementation.RING
+)
+strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+from blocks import measure
+from gradient_tape import momentum_step
+from networks import NETWORKS
+
+
+def average(gradients: list[tf.Tensor], weights: list[tf.Variable]) -> list[tf.Tensor]:
+    def reduce(strategy, *gradients):
+        pairs = zip(gradients, weights, strict=True)
+        return strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.MEAN, list(pairs))
+
+    return tf.distribute.get_replica_context().merge_call(reduce, args=tuple(gradients))
+
+
+def block_of(name: str, steps_per_call: int):
+    with strategy.scope():
+        step = momentum_step(name, average)
+
+    @tf.function
+    def one() -> None:
+        strategy.run(step)
+
+    @tf.function
+    def several() -> None:
+        for _ in tf.range(steps_per_call):
+            strategy.run(step)
+
+    def block(num_steps: int) -> None:
+        for _ in range(num_steps // steps_per_call):
+            if steps_per_call == 1:
+                one()
+            else:
+                several()
+
+    return block
+
+
+@tf.function
+def sum_of(value: tf.Tensor) -> tf.Tensor:
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(tf.identity, args=(value,)), axis=None)
+
+
+def barrier() -> None:
+    sum_of(tf.zeros(1)).numpy()
+
+
+def most(value: int) -> int:
+    # There is no maximum over workers; the mean is the same on each as well.
+    return round(float(sum_of(tf.constant(float(value))).numpy()) / strategy.num_replicas_in_sync)
+
+
+blocks = {f"{name}, {k} a call": block_of(name, k) for name in NETWORKS for k in (1, 10)}
+measure(blocks, barrier, most)

@@ -1,0 +1,101 @@
+"""What bench tells of its measurements; tests/parallel/test_jobs.py lets it measure."""
+
+import pytest
+
+from hvdtrain import cli, config
+from hvdtrain.bench import measurements, report
+from hvdtrain.bench.cases import ALONE, APART, LOCAL, SYNC, Block
+from hvdtrain.errors import UsageError
+
+# Two ranks, of which the second is slower and has smaller batches; four measurements of ten steps each.
+SECONDS = [(1.0, 2.0), (1.0, 2.2), (1.0, 2.0), (1.0, 2.2)]
+MEASURED = {
+    SYNC: [[Block(10, a, 0.5, 320), Block(10, b, 1.5, 160)] for a, b in SECONDS],
+    ALONE: [[Block(10, a, 0.5, 320)] for a, _ in SECONDS],
+}
+
+
+def test_the_slowest_rank_decides_and_examples_are_those_of_all():
+    assert measurements.seconds_per_step(MEASURED, SYNC) == pytest.approx([0.2, 0.22, 0.2, 0.22])
+    told = measurements.describe(MEASURED, SYNC, calls_ms=[float(i) for i in range(101)])
+    assert told["ranks"] == 2
+    assert told["step_ms"] == pytest.approx(210)
+    assert told["step_ms_range"] == pytest.approx([200, 220])
+    assert (told["step_ms_p50"], told["step_ms_p95"]) == (50, 95)
+    # 320 samples a second and 160 in 2.0 or 2.2 seconds.
+    assert told["examples_per_second"] == pytest.approx(320 + (80 + 160 / 2.2) / 2)
+    assert told["cpu_seconds_per_step"] == pytest.approx(0.2)
+    assert measurements.describe(MEASURED, ALONE, [1.0])["ranks"] == 1
+
+
+def test_ratios_are_of_neighbours():
+    assert measurements.ratio(MEASURED, SYNC, ALONE) == pytest.approx({"median": 2.1, "min": 2.0, "max": 2.2})
+
+
+def test_nothing_is_reported_of_an_unsteady_machine():
+    assert measurements.spread([2.0, 2.2, 2.0, 2.2]) == pytest.approx(0.1)
+    assert measurements.spread([1.0, 1.0, 9.0, 1.0, 1.0]) == 0, "one outlier is none"
+    measurements.require_steady(MEASURED, 0.11)
+    told = (
+        r"two measurements of 'sync' must differ by at most 9%\. Received: 200\.000 and 220\.000 ms a step, 10% apart"
+    )
+    with pytest.raises(measurements.UnsteadyError, match=told) as caught:
+        measurements.require_steady(MEASURED, 0.09)
+    assert caught.value.exit_code == 1
+
+
+def found(ranks: int) -> dict:
+    names = (ALONE, APART, SYNC, LOCAL) if ranks > 1 else (ALONE,)
+    case = measurements.describe(MEASURED, ALONE, [1.0])
+    made = {
+        **{"task": "digits", "ranks": ranks, "hosts": 1, "scaling_efficiency": 0.9},
+        "cases": dict.fromkeys(names, case),
+        "ratios": {"sync over no communication": {"median": 1.02, "min": 1.0, "max": 1.1}} if ranks > 1 else {},
+        "shares": {"input_fraction": 0.01, "compute_fraction": 0.9, "communication_fraction": 0.09},
+    }
+    row = {"bytes": 4, "seconds": 1e-3, "mpi_seconds": None, "over_mpi": None, "sent_bits_per_second": 3.2e4}
+    if ranks > 1:
+        other = {**row, "mpi_seconds": 5e-4, "over_mpi": 2.0}
+        made["network"] = {"allreduce": [row, other], "link_bits_per_second": {"b": 9.4e8, "c": None}}
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_report(ranks, tmp_path):
+    text = report.table(found(ranks))
+    assert "one rank alone" in text
+    assert "of a sync step: input 1.0%, compute 90.0%, communication 9.0%" in text or ranks == 1
+    if ranks > 1:
+        assert "sync over no communication: 1.020 (1.000 to 1.100)" in text
+        assert "allreduce of 4 bytes: 1.000 ms, each rank sends 0 Mbit/s" in text
+        assert "allreduce of 4 bytes: 1.000 ms, 2.00 of a bare MPI_Allreduce" in text
+        assert "one connection to b: 940 Mbit/s\none connection to c: cannot be reached over TCP" in text
+    assert report.draw(found(ranks), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_there_is_no_figure(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert not report.draw(found(2), tmp_path / "bench.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--blocks", "3"], "--blocks must be at least 4. Received: 3"),
+        (["--max-spread", "0"], "--max-spread must be a finite number above 0. Received: 0.0"),
+        (["--checkpoint-every", "3"], "unrecognized arguments: --checkpoint-every 3"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+        cli.parse("bench", arguments)
+
+
+def test_options_of_training_that_decide_about_a_step():
+    parsed = cli.parse("bench", ["--task", "mnist", "--batch-size", "8", "--average-every", "4", "--blocks", "6"])
+    assert isinstance(parsed, config.BenchConfig)
+    assert (parsed.task, parsed.batch_size, parsed.average_every, parsed.blocks) == ("mnist", 8, 4, 6)
+    assert parsed.given == {"task", "batch_size", "average_every", "blocks"}
+    assert "steps" not in parsed.as_dict()
