@@ -78,7 +78,7 @@ def _facts(config: BenchConfig, cases: list[Case], measured: measurements.Measur
     for name, to in ((APART, ALONE), (SYNC, APART), (LOCAL, APART)):
         if name in measured:
             found["ratios"][f"{name} over {to}"] = measurements.ratio(measured, name, to)
-    shown = cases[-2] if len(cases) > 1 else cases[0]
+    shown = next((case for case in cases if case.name == SYNC), cases[0])
     found["shares"] = shown.trainer.shares.summary(found["cases"][shown.name]["step_ms"])
     speed = found["cases"][shown.name]["examples_per_second"]
     found["scaling_efficiency"] = speed / (topology.size * found["cases"][ALONE]["examples_per_second"])

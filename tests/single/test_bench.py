@@ -1,5 +1,9 @@
 """What bench tells of its measurements; tests/parallel/test_jobs.py lets it measure."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from hvdtrain import cli, config
@@ -99,3 +103,13 @@ def test_options_of_training_that_decide_about_a_step():
     assert (parsed.task, parsed.batch_size, parsed.average_every, parsed.blocks) == ("mnist", 8, 4, 6)
     assert parsed.given == {"task", "batch_size", "average_every", "blocks"}
     assert "steps" not in parsed.as_dict()
+
+
+def test_one_process(tmp_path):
+    line = ["bench", "--output", str(tmp_path), "--blocks", "4", "--block-seconds", "0.1", "--max-spread", "100"]
+    done = subprocess.run([sys.executable, "-m", "hvdtrain", *line], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["cases"].keys() == {"one rank alone"}
+    assert found["shares"]["communication_fraction"] == 0
+    assert "network" not in found
