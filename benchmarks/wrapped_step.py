@@ -16,10 +16,7 @@ hvdtrain.init(seed=0)
 import keras
 import numpy as np
 from networks import NETWORKS, compiled, endless_batches, step_ms
-
-from hvdtrain.gradient_watch import GradientWatch
-from hvdtrain.steps import CompiledSteps
-from hvdtrain.timing.step_times import StepTimes
+from trainer_steps import trainer_steps
 
 STEPS_PER_BLOCK = {"cnn": 20, "mlp": 1000, "lstm": 40, "transformer": 40}
 
@@ -43,13 +40,7 @@ def plain_block(name: str, steps_per_call: int) -> Callable[[], float]:
 
 def trainer_block(name: str, steps_per_call: int) -> Callable[[], float]:
     """The step that Trainer runs: distributed optimizer, NaN guard, gradient norm, times."""
-    model = compiled(NETWORKS[name][0](), hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9)))
-    model.optimizer.build(model.trainable_variables)
-    times = StepTimes(1)
-    watch = GradientWatch(model.optimizer, times, on_nan="stop")
-    watch.build(model.trainable_variables)
-    steps = CompiledSteps(model, steps_per_call=steps_per_call, times=times, watch=watch, weighted=False)
-    batches = endless_batches(name)
+    steps, batches = trainer_steps(name, steps_per_call)
 
     def block() -> float:
         return step_ms(steps, batches, STEPS_PER_BLOCK[name])

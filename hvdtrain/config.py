@@ -18,6 +18,7 @@ else:
 WHAT, LEARNING, RANKS, RUNNING = "what to train", "learning", "between ranks", "running"
 LOCAL = "between ranks, with --mode local"
 MEASURING = "measuring"
+PREDICTING = "predicting, with --predict"
 
 
 def _option(group: str, default: Any, text: str, *, metavar: str = "N", choices: tuple[str, ...] | None = None) -> Any:
@@ -333,6 +334,29 @@ class BenchConfig(TrainConfig):
         "report nothing where every other measurement of a case differs from those between by more than this share",
         metavar="X",
     )
+    predict: str | None = _option(
+        PREDICTING, None, "numbers of ranks whose steps to predict, such as 8,64,512", metavar="N,…"
+    )
+    ranks_per_host: int | None = _option(PREDICTING, None, "ranks on each host (default: as in this job)")
+    link_mbit: float | None = _option(
+        PREDICTING, None, "rate that the link of a host gives to an allreduce (default: measured)", metavar="X"
+    )
+    link_latency_ms: float | None = _option(
+        PREDICTING, None, "of a message between hosts, software included (default: measured)", metavar="X"
+    )
+    within_mbit: float | None = _option(
+        PREDICTING,
+        None,
+        "the same within a host (default: measured, where all ranks of this job share one)",
+        metavar="X",
+    )
+    within_latency_ms: float | None = _option(PREDICTING, None, "of a message within a host", metavar="X")
+    rank_mtbf_hours: float | None = _option(
+        PREDICTING, None, "mean time between failures of one rank (default: no failures)", metavar="X"
+    )
+    checkpoint_minutes: float = _option(PREDICTING, 10.0, "training time between checkpoints", metavar="X")
+    checkpoint_seconds: float = _option(PREDICTING, 1.0, "what a checkpoint keeps ranks from training", metavar="X")
+    restart_seconds: float = _option(PREDICTING, 60.0, "from a failure to the next step", metavar="X")
     mode: str = "local"
     """Both modes are measured."""
 
@@ -347,8 +371,22 @@ class BenchConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self, "blocks", lambda value: value >= 4, "at least 4")
-        for name in ("block_seconds", "max_spread"):
+        for name in (
+            *("block_seconds", "max_spread", "link_mbit", "within_mbit", "rank_mtbf_hours", "checkpoint_minutes"),
+            *("link_latency_ms", "within_latency_ms", "checkpoint_seconds", "restart_seconds"),
+        ):
             _require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+        _require(self, "ranks_per_host", lambda value: value >= 1, "at least 1")
+        for one, other in (("link_mbit", "link_latency_ms"), ("within_mbit", "within_latency_ms")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise UsageError(f"{flag_of(one)} and {flag_of(other)} belong together. Received: one of them.")
+        if self.predict is not None and not all(each.isdigit() and int(each) > 0 for each in self.predict.split(",")):
+            raise _broken("predict", "numbers of ranks with commas between them, such as 8,64,512", self.predict)
+
+    @property
+    def predicted_ranks(self) -> list[int]:
+        """Those of ``--predict``."""
+        return [] if self.predict is None else [int(each) for each in self.predict.split(",")]
 
 
 def options(config: Any) -> list["dataclasses.Field[Any]"]:

@@ -6,24 +6,15 @@ import hvdtrain
 
 hvdtrain.init(seed=0)
 
-import keras
 from blocks import measure
-from networks import NETWORKS, compiled, endless_batches
+from networks import NETWORKS
+from trainer_steps import trainer_steps
 
 from hvdtrain import runtime
-from hvdtrain.gradient_watch import GradientWatch
-from hvdtrain.steps import CompiledSteps
-from hvdtrain.timing.step_times import StepTimes
 
 
 def block_of(name: str, steps_per_call: int) -> Callable[[int], None]:
-    model = compiled(NETWORKS[name][0](), hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9)))
-    model.optimizer.build(model.trainable_variables)
-    times = StepTimes(1)
-    watch = GradientWatch(model.optimizer, times, on_nan="stop")
-    watch.build(model.trainable_variables)
-    steps = CompiledSteps(model, steps_per_call=steps_per_call, times=times, watch=watch, weighted=False)
-    batches = endless_batches(name)
+    steps, batches = trainer_steps(name, steps_per_call)
 
     def block(num_steps: int) -> None:
         for _ in range(num_steps // steps_per_call):

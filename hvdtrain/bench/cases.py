@@ -55,7 +55,7 @@ def make_cases(config: BenchConfig, task: Task, data: Data, watch: JobWatch) -> 
     """Every rank has to call it. Each rank holds a model for each of them, but for the first, which is the second's."""
     collectives = runtime.current().collectives
     with runtime.by_itself():
-        apart = _make_trainer(config, task, data, watch)
+        apart = make_trainer(config, task, data, watch)
     alone = Case(ALONE, apart, is_mine=collectives.rank == 0)
     if collectives.size == 1:
         return [alone]
@@ -70,8 +70,8 @@ def make_cases(config: BenchConfig, task: Task, data: Data, watch: JobWatch) -> 
     return [
         alone,
         Case(APART, apart),
-        Case(SYNC, _make_trainer(config, task, data, watch)),
-        Case(LOCAL, _make_trainer(config, task, data, watch, local)),
+        Case(SYNC, make_trainer(config, task, data, watch)),
+        Case(LOCAL, make_trainer(config, task, data, watch, local)),
     ]
 
 
@@ -87,9 +87,10 @@ def steps_of_a_block(config: BenchConfig, cases: list[Case]) -> int:
     return unit * max(1, math.ceil(config.block_seconds / fastest_s))
 
 
-def _make_trainer(
+def make_trainer(
     config: BenchConfig, task: Task, data: Data, watch: JobWatch, local: LocalTraining | None = None
 ) -> Trainer:
+    """One that trains without end."""
     assert config.batch_size is not None
     return Trainer(
         make_model(config, task, data),

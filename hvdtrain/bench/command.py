@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import process, runtime
-from hvdtrain.bench import measurements, reductions, report
+from hvdtrain.bench import gradient_times, measurements, predicted, reductions, report
 from hvdtrain.bench.cases import ALONE, APART, LOCAL, SYNC, Case, make_cases, steps_of_a_block
 from hvdtrain.building import with_task_defaults
 from hvdtrain.config import BenchConfig
@@ -41,6 +41,8 @@ def _measure(asked: BenchConfig, watch: JobWatch) -> None:
     found = _facts(config, cases, measured, steps)
     if collectives.size > 1:
         found["network"] = reductions.measure(collectives)
+    if config.predict is not None:
+        found["prediction"] = on_every_rank(lambda: _predict(config, task, data, found, cases, watch), collectives)
     on_first_rank(lambda: _write(found, Path(config.output)), collectives)
 
 
@@ -85,10 +87,20 @@ def _facts(config: BenchConfig, cases: list[Case], measured: measurements.Measur
     return found
 
 
+def _predict(
+    config: BenchConfig, task: Task, data: Data, found: dict[str, Any], cases: list[Case], watch: JobWatch
+) -> dict[str, Any]:
+    apart = next((case for case in cases if case.name == APART), cases[0])
+    seconds = [each / 1000 for each in apart.clock.calls_ms()]
+    return predicted.predict(config, found, seconds, gradient_times.measure(config, task, data, watch))
+
+
 def _write(found: dict[str, Any], folder: Path) -> None:
     write_text(folder / "bench.json", json.dumps(found, indent=2) + "\n")
     is_drawn = report.draw(found, folder / "bench.png")
     print(report.table(found), flush=True)
+    if "prediction" in found:
+        print(predicted.table(found["prediction"]), flush=True)
     print(f"written: {folder / 'bench.json'}" + (f", {folder / 'bench.png'}" if is_drawn else ""), flush=True)
     if not is_drawn:
         print("no figure was drawn: matplotlib is not installed", flush=True)

@@ -115,6 +115,39 @@ def test_averaging_across_hosts_spares_the_network(lab):
     assert sent["host"] < 0.4 * sent["sync"], sent
 
 
+def test_a_file_of_hosts_a_network_and_variables(lab, tmp_path):
+    (tmp_path / "hosts.txt").write_text("lab1 slots=2\nlab2 slots=1  # the small one\n")
+    options = ["--hostfile", str(tmp_path / "hosts.txt"), "--network", "eth0", "--env", "GREETING"]
+    line = ["env", "GREETING=hello", MPIRUN, *options, "sh", "-c", 'echo "$GREETING from $(hostname)"']
+    done = Job(lab.command("lab1", line), ranks=3, launcher="").end(20)
+    assert done.code == 0, done.output
+    assert "3 rank(s) on lab1:2, lab2:1 over eth0 by Open MPI" in done.output
+    assert sorted(re.findall(r"hello from (\w+)", done.output)) == ["lab1", "lab1", "lab2"]
+
+
+def test_the_doctor_compares_hosts(lab):
+    done = start(lab, ["python", "-m", "hvdtrain", "doctor"]).end(60)
+    assert done.code == 0, done.output
+    assert re.search(r"host +lab1 +lab2", done.output), done.output
+    assert re.search(r"hvdtrain's code +(\w{12}) +\1", done.output), done.output
+    assert re.search(r"16 MiB +[\d.]+ ms +\d+ Mbit/s", done.output), done.output
+    assert re.search(r"one connection from lab1 to lab2: \d+ Mbit/s", done.output), done.output
+
+
+def test_a_job_that_dies_is_started_again(lab):
+    options = ["--steps", "300", "--checkpoint-every", "20", "--run-dir", "/mnt/again"]
+    supervised = [str(ROOT / "launch" / "run"), "--restarts", "2", MPIRUN, "-H", lab.slots(), *TRAIN[:-1], *options]
+    job = Job(lab.command("lab1", supervised), ranks=2, launcher="")
+    while not list(lab.path("lab1", "/mnt/again/checkpoints").glob("step-????????")):
+        assert job.is_running, job.end(1).output
+        time.sleep(0.1)
+    os.kill(next(pid for pid, env in job.processes().items() if env.get("OMPI_COMM_WORLD_RANK") == "1"), signal.SIGKILL)
+    done = job.end(90)
+    assert done.code == 0, done.output
+    assert "rank 1 (host lab2) is gone" in done.output
+    assert json.loads(lab.path("lab1", "/mnt/again/summary.json").read_text())["resumed_from"] >= 20
+
+
 def refused(lab: Laboratory, launcher: str = "mpirun", *options: str) -> Finished:
     """A job that is not started, within the time that hosts have to answer."""
     began_s = time.monotonic()

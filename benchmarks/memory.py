@@ -1,0 +1,90 @@
+"""How much memory a rank takes at most, against plain Keras: a network of more than 100 MB, trained by Adam.
+
+    launch/run python benchmarks/memory.py
+
+Each case is a job of its own on two ranks. Prints the peak of resident memory of the largest rank, less that of a
+process which has only imported what it needs, in multiples of the size of the model; plain Keras has the model, two
+variables of Adam for each of its own, and the gradients.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+WIDTH, LAYERS, STEPS = 3000, 3, 8
+CASES = ("plain Keras", "sync", "sync, checkpoints", "local", "local, overlap", "local, nesterov")
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+
+
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def train(case: str, folder: Path) -> None:
+    """Runs on each rank; prints the size of the model and the peaks as JSON."""
+    if case != "plain Keras":
+        import hvdtrain
+
+        hvdtrain.init(seed=0)
+    import keras
+    import numpy as np
+    from keras import layers
+
+    x, y = np.zeros((32 * STEPS, WIDTH), np.float32), np.zeros(32 * STEPS, np.int32)
+    keras.Sequential([layers.Input((8,)), layers.Dense(8)]).predict(np.zeros((4, 8), np.float32), verbose=0)
+    before = peak_bytes()
+    hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
+    model = keras.Sequential([layers.Input((WIDTH,)), *hidden, layers.Dense(10)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.Adam(1e-4), loss=loss, jit_compile=False)
+    if case == "plain Keras":
+        model.fit(x, y, batch_size=32, verbose=0)
+    else:
+        options = {
+            "sync, checkpoints": {"checkpointer": hvdtrain.Checkpointer(folder, model), "checkpoint_every": 3},
+            "local": {"local": hvdtrain.LocalTraining(every=3)},
+            "local, overlap": {"local": hvdtrain.LocalTraining(every=3, overlap=True)},
+            "local, nesterov": {"local": hvdtrain.LocalTraining(every=3, outer="nesterov")},
+        }
+        more = options.get(case, {})
+        hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, y), batch_size=32, steps=STEPS, **more).fit()
+    size = sum(4 * variable.value.shape.num_elements() for variable in model.weights)
+    print("PEAK " + json.dumps({"model": size, "before": before, "peak": peak_bytes()}), flush=True)
+
+
+def multiples(case: str) -> float:
+    """The peak of the largest rank over the size of the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--case", case, folder]
+        line = command if case == "plain Keras" else [*MPIRUN, *command]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    found = [json.loads(line.split("PEAK ")[1]) for line in done.stdout.splitlines() if "PEAK " in line]
+    if done.returncode or not found:
+        sys.exit(f"{case} failed:\n{done.stdout}\n{done.stderr}")
+    return max((each["peak"] - each["before"]) / each["model"] for each in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--case", nargs=2, metavar=("CASE", "DIR"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.case:
+        train(arguments.case[0], Path(arguments.case[1]))
+        return
+    found: dict[str, list[float]] = {case: [] for case in CASES}
+    for _ in range(arguments.repeats):
+        for case in CASES:
+            found[case].append(multiples(case))
+    for case, values in found.items():
+        spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} repetitions"
+        print(f"{case}: {statistics.median(values):.2f} times the model ({spread})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What bench predicts against what it measures, on networks of the laboratory.
+
+    launch/run python benchmarks/prediction.py        # as root, with Debian's iproute2 and openssh-server
+
+Of each network, two hosts that train a model of 1 MB give what a message costs; one process gives how long the steps of
+a larger model take and when its gradients are ready. From these, steps on more hosts with larger models are predicted,
+in sync mode and in local mode, and then measured: the cases below, chosen before any of them was run. Prints the error
+of each, their median and 95th percentile, and keeps them in results/prediction.json.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+LAUNCH = HERE.parent / "launch"
+sys.path.insert(0, str(LAUNCH / "lab"))
+from laboratory import Laboratory
+
+# Mbit/s and milliseconds one way.
+NETWORKS = ((100, 5), (50, 1), (50, 20))
+# Hosts and the model, on each network, in both modes: 18 cases.
+HELD_OUT = ((2, "MB17"), (3, "MB4"), (4, "MB17"))
+EVERY = 4
+OPTIONS = ["--blocks", "4", "--block-seconds", "0.1", "--max-spread", "1", "--average-every", str(EVERY)]
+
+
+def bench(launcher: list[str], task: str, *more: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "hvdtrain", "bench", "--task", f"{HERE / 'wide_tasks.py'}:{task}", *OPTIONS]
+        line = [*launcher, *command, "--threads", "1", "--output", folder, *more]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=1800, check=False)
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(line)} failed:\n{done.stdout}\n{done.stderr}")
+        return json.loads((Path(folder) / "bench.json").read_text())
+
+
+def on_hosts(hosts: int, rate_mbit: float, delay_ms: float, task: str, *more: str) -> dict[str, Any]:
+    with Laboratory(hosts, rate_mbit=rate_mbit, delay_ms=delay_ms) as lab:
+        return bench(lab.command("lab1", [str(LAUNCH / "mpirun.sh"), "-H", lab.slots()]), task, *more)
+
+
+def main() -> None:
+    rows = []
+    for rate_mbit, delay_ms in NETWORKS:
+        link = on_hosts(2, rate_mbit, delay_ms, "MB1", "--predict", "2")["prediction"]["links"]["between"]
+        given = ["--link-mbit", str(link["bits_per_second"] / 1e6), "--link-latency-ms", str(1000 * link["latency_s"])]
+        for hosts, task in HELD_OUT:
+            asked = ["--predict", str(hosts), "--ranks-per-host", "1", *given]
+            predicted = {row["mode"]: row["step_ms"] for row in bench([], task, *asked)["prediction"]["rows"]}
+            measured = on_hosts(hosts, rate_mbit, delay_ms, task)["cases"]
+            for mode in ("sync", "local"):
+                took_ms = measured[mode]["step_ms"]
+                error = predicted[mode] / took_ms - 1
+                case = {"mbit": rate_mbit, "delay_ms": delay_ms, "hosts": hosts, "model": task, "mode": mode}
+                rows.append({**case, "predicted_ms": predicted[mode], "measured_ms": took_ms, "error": error})
+                told = f"predicted {predicted[mode]:.1f} ms, measured {took_ms:.1f} ms, {error:+.1%}"
+                print(f"{rate_mbit} Mbit/s, {delay_ms} ms, {hosts} hosts, {task}, {mode}: {told}", flush=True)
+    errors = [abs(row["error"]) for row in rows]
+    print(f"{len(rows)} cases: median {statistics.median(errors):.1%}, 95th percentile {np.percentile(errors, 95):.1%}")
+    (HERE / "results" / "prediction.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
