@@ -78,7 +78,7 @@ def job_s(folder: Path) -> dict[str, float]:
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
     if "MOMENTS" not in done.stdout:
         sys.exit(f"the job failed:\n{done.stdout}\n{done.stderr}")
-    moments = json.loads(done.stdout.split("MOMENTS ")[1].splitlines()[0])
+    moments = json.JSONDecoder().raw_decode(done.stdout.split("MOMENTS ")[1])[0]
     ends = [began_s, *moments.values()]
     return {name: ends[i + 1] - ends[i] for i, name in enumerate(moments)}
 

@@ -30,6 +30,7 @@ def run(config: BenchConfig | None, refused: HvdtrainError | None) -> int:
 def _measure(asked: BenchConfig, watch: JobWatch) -> None:
     collectives = runtime.current().collectives
     runtime.init(seed=asked.seed)
+    on_every_rank(lambda: predicted.require_links(asked, collectives.size, collectives.cross_size), collectives)
     on_first_rank(lambda: _make_folder(Path(asked.output)), collectives)
     task, data = on_every_rank(lambda: _read(asked), collectives)
     config = on_every_rank(lambda: with_task_defaults(asked, task), collectives)
@@ -37,7 +38,7 @@ def _measure(asked: BenchConfig, watch: JobWatch) -> None:
     cases = make_cases(config, task, data, watch)
     steps = steps_of_a_block(config, cases)
     measured = measurements.in_turn(cases, steps, config.blocks, collectives, watch)
-    measurements.require_steady(measured, config.max_spread)
+    on_every_rank(lambda: measurements.require_steady(measured, config.max_spread), collectives)
     found = _facts(config, cases, measured, steps)
     if collectives.size > 1:
         found["network"] = reductions.measure(collectives)

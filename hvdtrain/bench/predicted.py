@@ -11,6 +11,24 @@ from hvdtrain.config import BenchConfig
 from hvdtrain.errors import UsageError
 
 
+def require_links(config: BenchConfig, ranks: int, hosts: int) -> None:
+    """Raises UsageError where a link that predictions need is not given, and a job of these ranks cannot measure it."""
+    between = config.link_mbit is not None or hosts > 1
+    within = config.within_mbit is not None or (hosts == 1 and ranks > 1)
+    for asked in config.predicted_ranks:
+        crosses = asked > _ranks_per_host(config, ranks, hosts)
+        if asked > 1 and not (between if crosses else within):
+            where, flags = ("between", "link") if crosses else ("within", "within")
+            raise UsageError(
+                f"--predict {asked} needs to know the link {where} hosts, which {ranks} rank(s) on {hosts} host(s) "
+                f"cannot measure. Give --{flags}-mbit and --{flags}-latency-ms."
+            )
+
+
+def _ranks_per_host(config: BenchConfig, ranks: int, hosts: int) -> int:
+    return config.ranks_per_host or max(1, ranks // hosts)
+
+
 def predict(
     config: BenchConfig, found: dict[str, Any], seconds: list[float], gradients: list[tuple[int, float]]
 ) -> dict[str, Any]:
@@ -21,22 +39,13 @@ def predict(
         seconds: of single steps without communication.
         gradients: see :class:`~hvdtrain.bench.prediction.MeasuredStep`.
 
-    Raises:
-        UsageError: a link was neither measured nor given.
     """
     step = MeasuredStep(np.array(seconds), gradients)
-    per_host = config.ranks_per_host or max(1, found["ranks"] // found["hosts"])
+    per_host = _ranks_per_host(config, found["ranks"], found["hosts"])
     link, within = _links(config, found)
     rows = []
     for ranks in config.predicted_ranks:
         hosts = math.ceil(ranks / per_host)
-        needed = link if hosts > 1 else within
-        if needed is None and ranks > 1:
-            where, flags = ("between", "link") if hosts > 1 else ("within", "within")
-            raise UsageError(
-                f"--predict {ranks} needs to know the link {where} hosts, which {found['ranks']} rank(s) on "
-                f"{found['hosts']} host(s) cannot measure. Give --{flags}-mbit and --{flags}-latency-ms."
-            )
         nothing = Link(0.0, math.inf)
         cluster = Cluster(hosts, min(ranks, per_host), link or nothing, within or nothing)
         for hierarchical in (False, True) if hosts > 1 and per_host > 1 and within is not None else (False,):

@@ -134,8 +134,14 @@ def test_predictions_of_a_job():
 def test_a_link_that_is_not_known_is_asked_for():
     steps = (list(STEADY.seconds), list(STEADY.gradients))
     with pytest.raises(UsageError, match=r"--predict 2 needs to know the link between hosts, which 1 rank\(s\) on 1"):
-        predicted.predict(asked("--ranks-per-host", "1"), {"ranks": 1, "hosts": 1}, *steps)
+        predicted.require_links(asked("--ranks-per-host", "1"), ranks=1, hosts=1)
+    with pytest.raises(UsageError, match=r"--predict 64 needs to know the link between hosts, which 2 rank\(s\) on 1"):
+        predicted.require_links(asked(), ranks=2, hosts=1)
+    with pytest.raises(UsageError, match=r"--predict 2 needs to know the link within hosts, which 4 rank\(s\) on 2"):
+        predicted.require_links(asked(), ranks=4, hosts=2)
+    predicted.require_links(asked(), ranks=2, hosts=2)
     link = ["--link-mbit", "100", "--link-latency-ms", "1"]
+    predicted.require_links(asked(*link, "--ranks-per-host", "1"), ranks=1, hosts=1)
     told = predicted.predict(asked(*link, "--ranks-per-host", "1"), {"ranks": 1, "hosts": 1}, *steps)
     assert told["rows"][0]["step_ms"] == pytest.approx(374)
 
