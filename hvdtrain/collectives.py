@@ -4,18 +4,37 @@
 without Horovod, for unit tests and wherever Horovod is not to be started.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain import process
 from hvdtrain.errors import UsageError
+from hvdtrain.messages import packing_of
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
-GradientReducer = Callable[[Sequence[Gradient]], list[Gradient]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced:
+    """Gradients after their reduction, in the messages in which they travelled."""
+
+    sent: Sequence[tf.Tensor]
+    """This rank's own messages."""
+    messages: Sequence[tf.Tensor]
+    """Of sparse gradients, the values of all ranks."""
+    unpack: Callable[[Sequence[tf.Tensor]], list[Gradient]]
+    """Takes the gradients out of messages."""
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        return self.unpack(self.messages)
+
+
+GradientReducer = Callable[[Sequence[Gradient]], Reduced]
 
 _REDUCE_OPS = ("average", "sum", "adasum")
 _COMPRESSIONS = ("none", "fp16")
@@ -147,7 +166,7 @@ class HorovodCollectives:
             def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
                 return [hvd.allreduce(each, op=hvd.Sum, name=f"{name}_{i}", **among) for i, each in enumerate(tensors)]
 
-            self._compiled_sums[name] = tf.function(tf.autograph.experimental.do_not_convert(reduce))
+            self._compiled_sums[name] = _compiled(reduce)
         return self._compiled_sums[name](list(tensors))
 
     def sum_by_mpi(self, array: np.ndarray) -> np.ndarray | None:
@@ -172,8 +191,19 @@ class HorovodCollectives:
         return HostCollectives(self, mine[0]) if mine else OneProcess(self.rank)
 
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
-        if self.size > 1 and variables:
-            self._hvd.broadcast_variables(list(variables), root_rank=root_rank, **self._among)
+        if self.size == 1:
+            return
+        hvd, among = self._hvd, self._among
+
+        def overwrite() -> None:
+            for i, variable in enumerate(variables):
+                # As bytes: Horovod broadcasts no bfloat16 and no uint32.
+                is_bool = variable.dtype == tf.bool
+                sent = variable.value() if is_bool else tf.bitcast(variable, tf.uint8)
+                found = hvd.broadcast(sent, root_rank, name=f"hvdtrain_broadcast_{i}", **among)
+                variable.assign(found if is_bool else tf.bitcast(found, variable.dtype))
+
+        _compiled(overwrite)()
 
     def allgather(self, value: Any) -> list[Any]:
         return (
@@ -189,42 +219,38 @@ class HorovodCollectives:
     ) -> GradientReducer:
         check_reducer_options(op, compression, groups)
         if self.size == 1:
-            return list
+            return unreduced
         hvd = self._hvd
         if op == "adasum":
             return self._adasum_reducer(compression)
-        from horovod.tensorflow.keras import DistributedOptimizer
-
         reduce_op = {"average": hvd.Average, "sum": hvd.Sum}[op]
-        # Keras 3 calls none of the hooks of Horovod's optimizer, but its reduction is whole: it is
-        # made around an optimizer that never applies anything.
-        horovod_optimizer = DistributedOptimizer(
-            keras.optimizers.SGD(),
-            name=f"Distributed_{name}",
-            compression={"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression],
-            op=reduce_op,
-            groups=groups,
-            **self._among,
-        )
+        compressor = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression]
 
-        def reduce(gradients: Sequence[Gradient]) -> list[Gradient]:
-            reduced: list[Any] = [None] * len(gradients)
-            dense: list[int] = []
-            for i, gradient in enumerate(gradients):
-                if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense:
-                    # Not in a group: Horovod 0.28.1 takes the dense shapes there from the wrong gradients.
-                    reduced[i] = hvd.allreduce(gradient, op=reduce_op, **self._among)
-                else:
-                    dense.append(i)
+        def reduce(gradients: Sequence[Gradient]) -> Reduced:
+            sparse = [] if sparse_as_dense else [i for i, each in enumerate(gradients) if is_sparse(each)]
+            dense = [i for i in range(len(gradients)) if i not in sparse]
             if groups is not None and groups > len(dense):
                 raise UsageError(
                     f"groups must be at most the number of dense gradients. Received: {groups} for {len(dense)}"
                 )
             tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
-            # The second argument only gives the number of variables.
-            for i, tensor in zip(dense, horovod_optimizer._allreduce_grads(tensors, tensors), strict=True):
-                reduced[i] = tensor
-            return reduced
+            packing = packing_of(tensors, groups)
+            packed = packing.pack(tensors)
+            # Named, or Horovod would name them after the graph, which need not be the same on all ranks.
+            messages = [
+                hvd.allreduce(each, op=reduce_op, compression=compressor, name=f"{name}_{i}", **self._among)
+                for i, each in enumerate(packed)
+            ]
+            gathered = [hvd.allreduce(gradients[i], op=reduce_op, **self._among) for i in sparse]
+
+            def unpack(messages: Sequence[tf.Tensor]) -> list[Gradient]:
+                found = dict(zip(dense, packing.unpack(messages[: len(packed)]), strict=True))
+                values = messages[len(packed) :]
+                found |= {i: with_values(all_, each) for i, all_, each in zip(sparse, gathered, values, strict=True)}
+                return [found[i] for i in range(len(gradients))]
+
+            sent = [*packed, *(gradients[i].values for i in sparse)]
+            return Reduced(sent, [*messages, *(each.values for each in gathered)], unpack)
 
         return reduce
 
@@ -238,10 +264,11 @@ class HorovodCollectives:
             raise UsageError("op='adasum' needs MPI. This job runs over Gloo: launch with mpirun, or horovodrun --mpi.")
         compressor = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[compression]
 
-        def reduce(gradients: Sequence[Gradient]) -> list[Gradient]:
+        def reduce(gradients: Sequence[Gradient]) -> Reduced:
             # One by one: the angle between two ranks' gradients is taken for each variable by itself.
             tensors = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            return [hvd.allreduce(tensor, op=hvd.Adasum, compression=compressor, **self._among) for tensor in tensors]
+            reduced = [hvd.allreduce(each, op=hvd.Adasum, compression=compressor, **self._among) for each in tensors]
+            return Reduced(tensors, reduced, list)
 
         return reduce
 
@@ -329,13 +356,36 @@ class OneProcess:
         self, *, name: str, op: str, compression: str, groups: int | None, sparse_as_dense: bool
     ) -> GradientReducer:
         check_reducer_options(op, compression, groups)
-        return list
+        return unreduced
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         return value
 
     def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
         return row[tf.newaxis]
+
+
+def unreduced(gradients: Sequence[Gradient]) -> Reduced:
+    """The reduction of a single rank: each gradient is a message."""
+
+    def unpack(messages: Sequence[tf.Tensor]) -> list[Gradient]:
+        return [
+            with_values(gradient, message) if is_sparse(gradient) else message
+            for gradient, message in zip(gradients, messages, strict=True)
+        ]
+
+    own = [each.values if is_sparse(each) else each for each in gradients]
+    return Reduced(own, own, unpack)
+
+
+def is_sparse(gradient: Gradient) -> bool:
+    """True for that of an embedding, which holds the rows that were used."""
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def with_values(sparse: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
+    """The same rows with other values."""
+    return tf.IndexedSlices(values, sparse.indices, sparse.dense_shape)
 
 
 def check_reducer_options(op: str, compression: str, groups: int | None) -> None:
@@ -348,6 +398,11 @@ def check_reducer_options(op: str, compression: str, groups: int | None) -> None
         raise UsageError(f"op='adasum' reduces each gradient by itself. Received: groups={groups}. Leave groups out.")
     if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
         raise UsageError(f"groups must be None or a whole number of at least 1. Received: {groups!r}")
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Its operations run beside each other; without AutoGraph, which took most of the time of a small broadcast."""
+    return tf.function(tf.autograph.experimental.do_not_convert(function))
 
 
 def build_facts() -> dict[str, bool]:

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives import Collectives, Gradient
+from hvdtrain.collectives import Collectives, Gradient, Reduced, is_sparse
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.optimizer import distribution_of, leaves
 from hvdtrain.timing.step_times import StepTimes
@@ -71,7 +71,9 @@ class GradientWatch:
         self._compression_error = tf.Variable(0.0, trainable=False)
         self._loss_was_finite = tf.Variable(True, trainable=False)
         # By the identity of the variable: two layers may have the same path.
-        self._finite: dict[int, tf.Variable] = {}
+        self._positions: dict[int, int] = {}
+        self._finite: tf.Variable | None = None
+        """Whether each variable's gradient was, when that was last looked at; shape ``[variables]``."""
         self._copies: dict[int, tf.Variable] = {}
         self._paths: dict[int, str] = {}
         self._compresses = distribution_of(optimizer).compression == "fp16"
@@ -86,36 +88,37 @@ class GradientWatch:
             self.applies = tf.Variable(True, trainable=False)
         distribution.applies = self.applies
 
-        def observe(
-            own: Sequence[Gradient], reduced: list[Gradient], variables: Sequence[keras.Variable]
-        ) -> list[Gradient]:
-            squared_norm = 2.0 * tf.add_n([tf.cast(tf.nn.l2_loss(_values(each)), tf.float32) for each in reduced])
-            self._times.note_reduction(own, after=squared_norm)
+        def observe(reduced: Reduced, variables: Sequence[keras.Variable]) -> list[Gradient]:
+            squared_norm = 2.0 * tf.add_n([tf.cast(tf.nn.l2_loss(each), tf.float32) for each in reduced.messages])
+            self._times.note_reduction(reduced.sent, after=squared_norm)
             self._squared_norms[index].assign(squared_norm)
             step = self._times.step_under_way()
             if self._copy_every:
-                keras.ops.cond(step % self._copy_every == 0, lambda: self._copy(reduced, variables), lambda: None)
+                keras.ops.cond(
+                    step % self._copy_every == 0, lambda: self._copy(reduced.gradients, variables), lambda: None
+                )
             if self._compresses:
                 is_due = step % self._compression_error_every == 0
-                keras.ops.cond(is_due, lambda: self._measure_compression(own), lambda: None)
+                keras.ops.cond(is_due, lambda: self._measure_compression(reduced.sent), lambda: None)
             finite = tf.math.is_finite(squared_norm)
-            return self._decide(finite, own, reduced, variables, distribution.applies)
+            return self._decide(finite, reduced, variables, distribution.applies)
 
         distribution.observer = observe
 
     def _decide(
         self,
         finite: tf.Tensor,
-        own: Sequence[Gradient],
-        reduced: list[Gradient],
+        reduced: Reduced,
         variables: Sequence[keras.Variable],
         applies: tf.Variable | None,
     ) -> list[Gradient]:
-        flags = [self._finite[id(variable)] for variable in variables]
+        flags = self._finite
+        assert flags is not None
+        positions = [[self._positions[id(variable)]] for variable in variables]
 
         def note_culprits() -> None:
-            for flag, gradient in zip(flags, own, strict=True):
-                flag.assign(tf.reduce_all(tf.math.is_finite(_values(gradient))))
+            own = [each.values if is_sparse(each) else each for each in reduced.unpack(reduced.sent)]
+            flags.scatter_nd_update(positions, [tf.reduce_all(tf.math.is_finite(each)) for each in own])
 
         def skip() -> tf.Tensor:
             note_culprits()
@@ -124,24 +127,25 @@ class GradientWatch:
 
         def stop() -> tf.Tensor:
             note_culprits()
-            with tf.control_dependencies([flag.read_value() for flag in flags]):
+            with tf.control_dependencies([flags.read_value()]):
                 tf.debugging.Assert(False, [_NOT_FINITE])
             return tf.constant(False)
 
         if self._on_nan == "ignore":
-            return reduced
+            return reduced.gradients
         if applies is not None:
             applies.assign(finite)
         passed = tf.cond(finite, lambda: tf.constant(True), stop if applies is None else skip)
         with tf.control_dependencies([passed]):
-            return tf.nest.map_structure(tf.identity, reduced, expand_composites=True)
+            # Here and not before: each tensor that waits for a message costs a change of threads.
+            return reduced.unpack([tf.identity(each) for each in reduced.messages])
 
     def _copy(self, reduced: Sequence[Gradient], variables: Sequence[keras.Variable]) -> None:
         for gradient, variable in zip(reduced, variables, strict=True):
             self._copies[id(variable)].assign(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
 
-    def _measure_compression(self, own: Sequence[Gradient]) -> None:
-        values = [tf.cast(_values(gradient), tf.float32) for gradient in own]
+    def _measure_compression(self, sent: Sequence[tf.Tensor]) -> None:
+        values = [tf.cast(message, tf.float32) for message in sent]
         lost = [value - tf.cast(tf.cast(value, tf.float16), tf.float32) for value in values]
         self._compression_error.assign(tf.linalg.global_norm(lost) / tf.maximum(tf.linalg.global_norm(values), 1e-30))
 
@@ -150,9 +154,11 @@ class GradientWatch:
 
         Copies for histograms take as much memory as the model, and only if they are asked for.
         """
-        for variable in variables:
+        with tf.device("CPU"):  # small, and only read from Python
+            self._finite = tf.Variable(tf.ones(len(variables), tf.bool), trainable=False)
+        for i, variable in enumerate(variables):
+            self._positions[id(variable)] = i
             self._paths[id(variable)] = variable.path
-            self._finite[id(variable)] = tf.Variable(True, trainable=False)
             if self._copy_every:
                 self._copies[id(variable)] = tf.Variable(tf.zeros(variable.shape, tf.float32), trainable=False)
 
@@ -195,7 +201,9 @@ class GradientWatch:
         """Which ranks' loss or gradients were last not finite. Every rank has to call it."""
         own = [] if self._loss_was_finite.numpy() else ["the loss"]
         # A loss that is not finite leaves no gradient finite: it alone is named.
-        own = own or [f"the gradient of {self._paths[key]!r}" for key, flag in self._finite.items() if not flag.numpy()]
+        if not own and self._finite is not None:
+            flags = self._finite.numpy()
+            own = [f"the gradient of {self._paths[key]!r}" for key, i in self._positions.items() if not flags[i]]
         everyone = collectives.allgather(own)
         ranks = range(len(everyone)) if len(everyone) > 1 else [collectives.rank]
         return [Culprit(rank, what) for rank, each in zip(ranks, everyone, strict=True) for what in each]
@@ -221,7 +229,3 @@ def described(culprits: Sequence[Culprit]) -> str:
 def is_not_finite(error: BaseException) -> bool:
     """True for what a step raises under ``on_nan='stop'``."""
     return isinstance(error, tf.errors.InvalidArgumentError) and _NOT_FINITE in str(error)
-
-
-def _values(gradient: Gradient) -> tf.Tensor:
-    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

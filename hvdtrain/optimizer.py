@@ -8,13 +8,13 @@ import keras
 import tensorflow as tf
 
 from hvdtrain import runtime
-from hvdtrain.collectives import Collectives, Gradient, GradientReducer
+from hvdtrain.collectives import Collectives, Gradient, GradientReducer, Reduced, unreduced
 from hvdtrain.errors import UsageError
 
 _ATTRIBUTE = "_hvdtrain_distribution"
 
-Observer = Callable[[Sequence[Gradient], list[Gradient], Sequence[keras.Variable]], list[Gradient]]
-"""Given a step's own gradients, the reduced ones and their variables, gives back the reduced ones to apply."""
+Observer = Callable[[Reduced, Sequence[keras.Variable]], list[Gradient]]
+"""Given a step's reduced gradients and their variables, gives back the gradients to apply."""
 
 
 @dataclasses.dataclass
@@ -60,7 +60,7 @@ def DistributedOptimizer(
             averages where ranks agree and adds where they are orthogonal (Maleki et al.,
             arXiv:2006.02924; applied to gradients; a power of 2 of ranks, over MPI).
         compression: ``none``, or ``fp16`` to send half the bytes at half precision.
-        groups: reduce the gradients in this many messages; None lets Horovod choose by timing.
+        groups: reduce the gradients in this many messages; None: large ones by themselves, small ones together.
         sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
         collectives: what to reduce with (default: those of ``hvdtrain.init()``).
 
@@ -73,7 +73,7 @@ def DistributedOptimizer(
         raise UsageError(f"{optimizer.name} is distributed already; wrap an optimizer once.")
     collectives = collectives or runtime.current().collectives
     for leaf in leaves(optimizer):
-        distribution = _Distribution(collectives, list, op, compression, groups, sparse_as_dense)
+        distribution = _Distribution(collectives, unreduced, op, compression, groups, sparse_as_dense)
         distribution.reduce = _reducer(leaf, distribution)
         _distribute(leaf, distribution)
     return optimizer
@@ -146,9 +146,9 @@ def _distribute(optimizer: Any, distribution: _Distribution) -> None:
         nonlocal reductions
         reductions += 1
         reduced = distribution.reduce(gradients)
-        if distribution.observer is not None:
-            reduced = distribution.observer(gradients, reduced, distribution.variables)
-        return clip(reduced)
+        if distribution.observer is None:
+            return clip(reduced.gradients)
+        return clip(distribution.observer(reduced, distribution.variables))
 
     def apply_and_check(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
         before = reductions

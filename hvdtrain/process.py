@@ -32,8 +32,10 @@ _PROC = Path("/proc")
 
 # Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
 # Open MPI polls without pause: where ranks fill the cores, Horovod's background thread took a third
-# of the machine. Horovod looks for work every millisecond by default, as long as a small model's step.
-_MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"}
+# of the machine. Horovod looks for work every millisecond by default, as long as a small model's step; to
+# look every 0.1 ms takes 15 % of a core, and a rank that is alone never has work for it.
+_MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+_CYCLE_MS, _CYCLE_ALONE_MS = "0.1", "5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Launcher:
     """Ranks on this host; None where the launcher does not say."""
     bound_to_cores: bool
     """True when the launcher gave this rank cores of its own."""
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a job of one rank, as far as is known: PMI may not say how many there are."""
+        return self.size == 1 and self.name != "PMI"
 
 
 def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
@@ -74,6 +81,8 @@ def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
 def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:
     """The variables to set before TensorFlow, MPI and Horovod start; never one that is set already."""
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **_MPI_DEFAULTS}
+    if not find_launcher(env).is_alone:
+        defaults["HOROVOD_CYCLE_TIME"] = _CYCLE_MS
     if (Path(environment_root) / "lib" / "libmpi.so.40").exists():
         # Open MPI's wheel was configured for another folder; only its mpirun finds that out by itself.
         defaults["OPAL_PREFIX"] = environment_root
@@ -90,10 +99,12 @@ def horovod_start_environment(launcher: Launcher) -> Iterator[None]:
     """What Horovod is to read while it starts.
 
     One process without a launcher needs no MPI, and ``MPI_Init`` alone fails on many sites, so that
-    Horovod starts with Gloo. The variables that say so must not outlive the start: a launcher
+    Horovod starts with Gloo. The variables of a rank that is alone must not outlive the start: a launcher
     called from this process would hand them on, and each of its ranks would believe to be alone.
     """
-    chosen = {} if launcher.name != "none" else {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    chosen = {"HOROVOD_CYCLE_TIME": _CYCLE_ALONE_MS} if launcher.is_alone else {}
+    if launcher.name == "none":
+        chosen |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     chosen = {name: value for name, value in chosen.items() if name not in os.environ}
     os.environ.update(chosen)
     try:
@@ -105,7 +116,13 @@ def horovod_start_environment(launcher: Launcher) -> Iterator[None]:
 
 def settings() -> dict[str, str]:
     """The environment's values that decide speed, as they stand now."""
-    names = [*_MPI_DEFAULTS, "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CPU_OPERATIONS", "CUDA_VISIBLE_DEVICES"]
+    names = [
+        *_MPI_DEFAULTS,
+        "HOROVOD_CYCLE_TIME",
+        "HOROVOD_FUSION_THRESHOLD",
+        "HOROVOD_CPU_OPERATIONS",
+        "CUDA_VISIBLE_DEVICES",
+    ]
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
@@ -223,6 +240,11 @@ def threads_per_rank(cores: int, local_size: int, bound_to_cores: bool) -> int:
     return cores if bound_to_cores else max(1, cores // local_size)
 
 
+def inter_op_threads(threads: int) -> int:
+    """How many operations a rank runs at a time: one, where it has one thread to compute with; else at least 2."""
+    return 1 if threads == 1 else max(2, math.ceil(threads / 2))
+
+
 def choose_gpu(num_gpus: int, local_rank: int, local_size: int) -> int | None:
     """The GPU of a rank: by local rank; ranks beyond the number of GPUs share them in turn.
 
@@ -282,7 +304,7 @@ def configure_devices(local_rank: int, local_size: int, threads: int | None, bou
     count = threads or threads_per_rank(usable_cores(), local_size, bound_to_cores)
     try:
         tf.config.threading.set_intra_op_parallelism_threads(count)
-        tf.config.threading.set_inter_op_parallelism_threads(max(2, math.ceil(count / 2)))
+        tf.config.threading.set_inter_op_parallelism_threads(inter_op_threads(count))
     except RuntimeError:
         # The caller has used TensorFlow before init(): its thread pools exist and stay as they are.
         if threads is not None:

@@ -53,7 +53,8 @@ def init(
 
     Args:
         seed: for Keras, NumPy and Python, the same on every rank; None leaves them alone.
-        threads: compute threads of this rank; None: a fair share of the host's cores.
+        threads: compute threads of this rank; None: a fair share of the host's cores. A step that calls
+            ``tf.function`` from a ``tf.py_function`` needs 2.
         deterministic: bit-equal runs, at the cost of speed.
         timeline: a file in which rank 0 has Horovod trace every reduction, for chrome://tracing.
         process_groups: whether ranks of one host are to average among themselves.

@@ -2,6 +2,6 @@
 
 from hvdtrain.modes.calls import TrainingCalls
 from hvdtrain.modes.choice import make_mode
-from hvdtrain.modes.sync import Training
+from hvdtrain.modes.sync import SyncMode, Training
 
-__all__ = ["Training", "TrainingCalls", "make_mode"]
+__all__ = ["SyncMode", "Training", "TrainingCalls", "make_mode"]

@@ -183,12 +183,31 @@ def test_sparse_gradients_stay_sparse_unless_asked(sparse_as_dense):
         name="sparse", op="average", compression="none", groups=None, sparse_as_dense=sparse_as_dense
     )
     gradient = tf.IndexedSlices(tf.ones((2, 3)), tf.constant([RANK, 5]), dense_shape=tf.constant([9, 3]))
-    (reduced,) = reduce([gradient])
+    (reduced,) = reduce([gradient]).gradients
     assert isinstance(reduced, tf.IndexedSlices) != sparse_as_dense
     expected = np.zeros((9, 3), np.float32)
     expected[:SIZE] = 1 / SIZE
     expected[5] = 1
     assert tf.convert_to_tensor(reduced).numpy() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("groups", [None, 1, 3])
+def test_small_gradients_travel_together(groups):
+    """Large ones by themselves; and each comes back in its shape, averaged."""
+    shapes = [(3,), (1 << 18,), (2, 4), (), (5, 1)]
+    rng = np.random.default_rng(RANK)
+    own = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    reduce = COLLECTIVES.gradient_reducer(
+        name="small", op="average", compression="none", groups=groups, sparse_as_dense=False
+    )
+    reduced = reduce([tf.constant(each) for each in own])
+    assert len(reduced.messages) == (groups or 2)
+    everyone = COLLECTIVES.allgather(own)
+    for i, each in enumerate(reduced.gradients):
+        assert each.shape == shapes[i]
+        assert each.numpy() == pytest.approx(np.mean([rank[i] for rank in everyone], axis=0), abs=1e-6)
+    for mine, sent in zip(own, reduced.unpack(reduced.sent), strict=True):
+        assert np.array_equal(mine, sent)
 
 
 def test_variables_without_gradient():

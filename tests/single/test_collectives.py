@@ -41,7 +41,9 @@ def test_values_stay_as_they_are(collectives):
 def test_gradients_stay_as_they_are(collectives):
     options = {"name": "sgd", "op": "average", "compression": "none", "groups": None, "sparse_as_dense": False}
     gradients = [tf.ones(2), tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]))]
-    assert collectives.gradient_reducer(**options)(gradients) == gradients
+    dense, sparse = collectives.gradient_reducer(**options)(gradients).gradients
+    assert dense is gradients[0]
+    assert (sparse.values, sparse.indices) == (gradients[1].values, gradients[1].indices)
     with pytest.raises(UsageError, match="compression must be one of"):
         collectives.gradient_reducer(**{**options, "compression": "zip"})
 

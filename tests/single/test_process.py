@@ -46,7 +46,10 @@ def test_defaults_never_replace_what_is_set(tmp_path):
     defaults = process.environment_defaults({}, str(tmp_path))
     assert defaults["OMPI_MCA_mpi_yield_when_idle"] == "1"
     assert "OPAL_PREFIX" not in defaults
-    kept = process.environment_defaults({"HOROVOD_CYCLE_TIME": "5", "TF_CPP_MIN_LOG_LEVEL": "0"}, str(tmp_path))
+    several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    kept = process.environment_defaults(
+        {**several, "HOROVOD_CYCLE_TIME": "5", "TF_CPP_MIN_LOG_LEVEL": "0"}, str(tmp_path)
+    )
     assert "HOROVOD_CYCLE_TIME" not in kept
     assert "TF_CPP_MIN_LOG_LEVEL" not in kept
 
@@ -55,6 +58,24 @@ def test_open_mpi_from_the_wheel_is_told_where_it_lies(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmpi.so.40").touch()
     assert process.environment_defaults({}, str(tmp_path))["OPAL_PREFIX"] == str(tmp_path)
+
+
+def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    unknown = {"PMIX_RANK": "0"}
+    for env in (several, unknown):
+        assert process.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == "0.1"
+        with process.horovod_start_environment(process.find_launcher(env)):
+            assert "HOROVOD_CYCLE_TIME" not in os.environ
+    for env in ({}, several | {"OMPI_COMM_WORLD_SIZE": "1"}):
+        assert "HOROVOD_CYCLE_TIME" not in process.environment_defaults(env, str(tmp_path))
+        with process.horovod_start_environment(process.find_launcher(env)):
+            assert os.environ["HOROVOD_CYCLE_TIME"] == "5"
+        assert "HOROVOD_CYCLE_TIME" not in os.environ
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
+    with process.horovod_start_environment(process.find_launcher({})):
+        assert os.environ["HOROVOD_CYCLE_TIME"] == "2"
 
 
 def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
@@ -76,6 +97,11 @@ def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
 )
 def test_cores_are_shared_fairly(cores, local_size, bound, threads):
     assert process.threads_per_rank(cores, local_size, bound) == threads
+
+
+@pytest.mark.parametrize(("threads", "operations"), [(1, 1), (2, 2), (4, 2), (9, 5)])
+def test_operations_at_a_time(threads, operations):
+    assert process.inter_op_threads(threads) == operations
 
 
 @pytest.mark.parametrize(
