@@ -1,6 +1,7 @@
-"""From a configuration and a task to a compiled model."""
+"""From a configuration to a task, its data, and a compiled model."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.optimizer import DistributedOptimizer
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
-from hvdtrain.tasks import Data, Task
+from hvdtrain.tasks import Data, Task, load_task
 from hvdtrain.weight_average import ramp_up
 
 
@@ -21,7 +22,9 @@ def with_task_defaults(config: TrainConfig, task: Task) -> TrainConfig:
     Raises:
         UsageError: a default of the task breaks its rule.
     """
-    defaults = {name: converted(name, value) for name, value in task.defaults.items() if name not in config.given}
+    defaults = {
+        name: converted(name, value, TrainConfig) for name, value in task.defaults.items() if name not in config.given
+    }
     if config.given & {"steps", "epochs"}:
         defaults = {name: value for name, value in defaults.items() if name not in ("steps", "epochs")}
     if config.given & {"lr_decay_steps", "lr_decay_epochs"}:
@@ -36,6 +39,12 @@ def with_task_defaults(config: TrainConfig, task: Task) -> TrainConfig:
     if config.steps is None and config.epochs is None and not defaults.keys() & {"steps", "epochs"}:
         defaults["epochs"] = 1
     return dataclasses.replace(config, **defaults)
+
+
+def read_task(config: TrainConfig) -> tuple[Task, Data]:
+    """The task that a configuration names, and its data; raises as these do."""
+    task = load_task(config.task)
+    return task, task.read_data(Path(config.data_dir) if config.data_dir else None)
 
 
 def total_steps(config: TrainConfig, data: Data) -> int:
@@ -61,7 +70,13 @@ def make_model(config: TrainConfig, task: Task, data: Data) -> keras.Model:
         keras.config.set_dtype_policy(f"mixed_{config.mixed_precision}")
     model = task.make_model(data)
     plain = make_optimizer(config, task, _learning_rate(config, data))
-    optimizer = DistributedOptimizer(plain, op=config.op, compression=config.compression, groups=config.groups)
+    optimizer = DistributedOptimizer(
+        plain,
+        op=config.op,
+        compression=config.compression,
+        groups=config.groups,
+        sparse_as_dense=config.sparse_as_dense,
+    )
     if config.ema_ramp:
         ramp_up(optimizer)
     model.compile(optimizer=optimizer, loss=task.make_loss(), metrics=task.metrics())

@@ -26,14 +26,9 @@ def results_of_all(model: keras.Model, collectives: Collectives, *, is_whole: bo
     local = [variable.numpy() for variable in variables]
     # In one message, for the time of a small one is all latency.
     *totals, num_whole = collectives.sum([*local, np.array(is_whole, np.float32)])
-    for variable, total in zip(variables, totals, strict=True):
-        variable.assign(total)
-    try:
+    with keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
         results = {name: float(value) for name, value in _scalars(model.get_metrics_result()).items()}
-        return results if num_whole == collectives.size else None
-    finally:
-        for variable, value in zip(variables, local, strict=True):
-            variable.assign(value)
+    return results if num_whole == collectives.size else None
 
 
 def require_sums(model: keras.Model) -> None:

@@ -1,6 +1,7 @@
 """The compiled train and evaluation step: Keras' own, run several at a time."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -64,10 +65,11 @@ class CompiledSteps:
             _leave_out_non_finite(model._loss_tracker)
         self.times = times or StepTimes(accumulate)
         self.steps_per_call = steps_per_call
-        # One compiled function for calls of every length: Horovod names what it reduces after the graph,
-        # and a rank that completes a call which an error broke off has to meet the others in theirs.
+        # One compiled function for calls of every length: a rank that completes a call which an error broke off has
+        # to meet the others in theirs.
         self._is_single = steps_per_call * accumulate == 1
-        self._compile()
+        self._iterator: Iterator[Any] | None = None
+        self._run: Callable[..., Any] = self._run_one
 
     @property
     def steps_made(self) -> int:
@@ -78,13 +80,15 @@ class CompiledSteps:
         """While a step is traced: what this rank's micro-batch counts for; None where all count the same."""
         return self._part_weight
 
-    def _compile(self) -> None:
-        self._run = self._compiled(self._run_one if self._is_single else self._run_several)
+    def _compile_for(self, iterator: Iterator[Any]) -> None:
+        # The iterator is part of the function: to hand it over at each call takes Python as long as a small step.
+        self._iterator = iterator
+        self._run = self._compiled(partial(self._run_one if self._is_single else self._run_several, iterator))
 
     def train_alone(self) -> None:
         """From now on a rank's samples count the same in its steps, however many the other ranks have."""
         self._loss_sums = True
-        self._compile()
+        self._iterator = None
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if self._model.run_eagerly:
@@ -181,10 +185,12 @@ class CompiledSteps:
         self._train(iterator, steps * self._accumulate - self.times.micro_batches)
 
     def _train(self, iterator: Iterator[Any], micro_batches: int) -> None:
+        if iterator is not self._iterator:
+            self._compile_for(iterator)
         if self._is_single:
-            self._run(iterator)
+            self._run()
         else:
-            self._run(iterator, tf.constant(micro_batches))
+            self._run(tf.constant(micro_batches))
 
     def evaluate(self, iterator: Iterator[Any]) -> None:
         """Updates the model's metrics with the iterator's next batch.

@@ -1,5 +1,6 @@
 """The batches that a rank trains and evaluates on, past samples that cannot be read."""
 
+import functools
 from typing import Any
 
 from hvdtrain.data.bad_samples import BadSampleQuota
@@ -18,7 +19,7 @@ class TrainingFeed:
         self._excluded: frozenset[int] = frozenset()
         self.iterator: Any = None
 
-    @property
+    @functools.cached_property
     def element_spec(self) -> Any:
         """The tf.TypeSpec of what the iterator gives."""
         return training_dataset(self._source, self._plan).element_spec

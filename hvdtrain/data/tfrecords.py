@@ -80,7 +80,7 @@ class TFRecords:
         augment: Augment | None = None,
         cache_dir: str | Path | None = None,
     ):
-        parsed = output_spec(parse, tf.TensorSpec([None] if batched else [], tf.string))
+        parsed = output_spec(tf.function(parse), tf.TensorSpec([None] if batched else [], tf.string))
         if not isinstance(parsed, tuple) or len(parsed) not in (2, 3):
             raise UsageError(f"parse must return (x, y) or (x, y, sample_weight). Received: {parsed}")
         self._parse = parse
@@ -135,7 +135,7 @@ class TFRecords:
 
     def _read_parsed(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         serialized = self._serialized(numbers)
-        return self._parse(serialized) if self._batched else map_samples(self._parse, serialized)
+        return tf.function(self._parse)(serialized) if self._batched else map_samples(self._parse, serialized)
 
     def _read_augmented(self, numbers: tf.Tensor, seeds: tf.Tensor) -> tuple[Any, ...]:
         if self._augment is None:

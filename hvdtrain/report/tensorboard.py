@@ -7,7 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.metadata import create_summary_metadata
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from hvdtrain.report.reporter import Reporter
 
@@ -75,9 +77,12 @@ class TensorBoardReporter(Reporter):
         return self._writers[run]
 
     def _write_scalars(self, run: str, step: int, values: Mapping[str, float]) -> None:
-        with self._writer(run).as_default(step):
-            for name, value in values.items():
-                tf.summary.scalar(_NAMES.get(name, name), value)
+        # In one operation: tf.summary.scalar takes half a millisecond for each, and all ranks wait meanwhile.
+        scalars = Summary()
+        for name, value in values.items():
+            scalars.MergeFrom(scalar_pb(_NAMES.get(name, name), value))
+        with self._writer(run).as_default():
+            tf.summary.experimental.write_raw_pb(scalars.SerializeToString(), step)
 
 
 def _write_histogram(name: str, array: np.ndarray) -> None:

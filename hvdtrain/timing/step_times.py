@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain import process
-from hvdtrain.collectives import Collectives, Gradient
+from hvdtrain.collectives import Collectives
 
 _CAPACITY = 1024
 """Steps that are kept between two calls of drain(); of more, the latest."""
@@ -59,6 +59,8 @@ class StepTimes:
 
     def begins_step(self) -> tf.Tensor:
         """True in the first micro-batch of a step; to be read in the compiled step."""
+        if self._micro_batches_per_step == 1:
+            return tf.constant(True)
         return self._micro_batches % self._micro_batches_per_step == 0
 
     def next_batch(self, iterator: Any) -> Any:
@@ -82,16 +84,16 @@ class StepTimes:
                 self._waited.assign(tf.where(is_first, waited, self._waited + waited))
         return batch
 
-    def note_reduction(self, own: Sequence[Gradient], after: tf.Tensor) -> None:
+    def note_reduction(self, sent: Sequence[tf.Tensor], after: tf.Tensor) -> None:
         """To be called where gradients are reduced, in the compiled step.
 
         Args:
-            own: this rank's gradients.
+            sent: this rank's gradients, as they are handed over.
             after: a value computed from all reduced gradients. A mere control dependency on them is
                 not enough: Horovod reduces in a function, whose end it would not wait for.
         """
         with tf.device("CPU"):
-            with tf.control_dependencies(tf.nest.flatten(list(own), expand_composites=True)):
+            with tf.control_dependencies(list(sent)):
                 ready = _now()
             with tf.control_dependencies([ready, after]):
                 done = _now()

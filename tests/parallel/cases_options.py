@@ -114,7 +114,7 @@ def test_adasum():
     rng = np.random.default_rng(RANK)
     own = [rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=7).astype(np.float32)]
     reduce = COLLECTIVES.gradient_reducer(name="a", op="adasum", compression="none", groups=None, sparse_as_dense=False)
-    reduced = [each.numpy() for each in reduce([tf.constant(each) for each in own])]
+    reduced = [each.numpy() for each in reduce([tf.constant(each) for each in own]).gradients]
     everyone = COLLECTIVES.allgather(own)
     for i, each in enumerate(reduced):
         assert each == pytest.approx(adasum([rank[i] for rank in everyone]), rel=1e-4, abs=1e-5)

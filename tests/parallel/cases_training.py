@@ -200,6 +200,15 @@ def test_start_broadcasts_model_and_optimizer_and_separates_random_streams():
     assert len({each.tobytes() for each in COLLECTIVES.allgather(masks)}) == SIZE
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint32", "bool"])
+def test_variables_of_each_kind_are_broadcast(dtype):
+    variables = [tf.Variable(tf.cast([[RANK, 1, RANK]], dtype)), tf.Variable(tf.cast(RANK, dtype))]
+    COLLECTIVES.broadcast(variables, root_rank=SIZE - 1)
+    last = tf.cast(SIZE - 1, dtype).numpy()
+    assert variables[0].numpy().tolist() == [[last, 1, last]]
+    assert variables[1].numpy() == last
+
+
 def test_moving_statistics_are_equal_wherever_they_are_seen():
     model = batchnorm_model(seed=0)
     hvdtrain.broadcast(model)

@@ -150,6 +150,16 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone():
     assert x.numpy().tolist() == list(range(12))
 
 
+def test_augmentation_may_ask_tensors():
+    def odd_ones_are_negative(x, y, seed):
+        if x % 2 == 1:
+            x = -x
+        return x, y
+
+    seen = drawn(numbered(6, augment=odd_ones_are_negative), SamplePlan(num_samples=6, batch_size=6, shuffle=False), 1)
+    assert seen[0][0] == [0, -1, 2, -3, 4, -5]
+
+
 def test_facts_tell_arrays_apart():
     facts = [numbered(9), numbered(9), numbered(10), numbered(9, sample_weight=np.ones(9))]
     first, same, longer, weighted = [str(each.facts()) for each in facts]

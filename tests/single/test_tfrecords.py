@@ -130,6 +130,8 @@ def test_augmentation_does_not_depend_on_the_number_of_ranks(folder):
 
 def parse_batch(serialized):
     features = tf.io.parse_example(serialized, FEATURES)
+    if tf.size(serialized) == 0:  # Never; but that a tensor may be asked.
+        features["x"] -= 1
     return features["x"], features["y"]
 
 
