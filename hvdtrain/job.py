@@ -1,5 +1,6 @@
 """One training job from its configuration: task, model, trainer, run directory, in this order."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,16 @@ import keras
 
 from hvdtrain import gpus, process, runtime
 from hvdtrain.averaging import LocalTraining
-from hvdtrain.building import compile_plainly, make_model, peak_learning_rate, total_steps, with_task_defaults
+from hvdtrain.bench import autotune
+from hvdtrain.bench.cases import make_trainer
+from hvdtrain.building import (
+    compile_plainly,
+    make_model,
+    peak_learning_rate,
+    read_task,
+    total_steps,
+    with_task_defaults,
+)
 from hvdtrain.checkpoint import RESUME, Checkpointer
 from hvdtrain.config import LEARNING, LOCAL, RANKS, WHAT, TrainConfig, flag_of, options
 from hvdtrain.errors import DataError, HvdtrainError
@@ -18,7 +28,7 @@ from hvdtrain.report import RunShape
 from hvdtrain.run_directory import RunDirectory, open_run_directory
 from hvdtrain.session import OWN_TO_A_RANK, run_on_ranks
 from hvdtrain.supervised import note_listener
-from hvdtrain.tasks import Data, Task, load_task, short_name
+from hvdtrain.tasks import Data, Task, short_name
 from hvdtrain.timing.profiler import Profiler
 from hvdtrain.trained_run import run_folder
 from hvdtrain.trainer import Trainer
@@ -53,11 +63,13 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
         if collectives.rank == 0:
             note_listener()
         runtime.init(seed=asked.seed)
-        task, data = on_every_rank(lambda: _read(asked), collectives)
+        task, data = on_every_rank(lambda: read_task(asked), collectives)
         config = on_every_rank(lambda: with_task_defaults(asked, task), collectives)
         if process.restart_number():
             # A job that died goes on from its own last checkpoint, whatever it began with.
             config = dataclasses.replace(config, resume="auto")
+        if config.autotune:
+            config = _tuned(config, task, data, watch)
         path = run_folder(config.run_dir, config.task)
         run_directory = open_run_directory(collectives.rank, path)
         try:
@@ -71,6 +83,24 @@ def run(config: TrainConfig | None, refused: HvdtrainError | None) -> int:
             run_directory.reporter.close()
 
     return run_on_ranks(config, refused, start, work, step=lambda: None if trainer is None else trainer.step)
+
+
+def _tuned(config: TrainConfig, task: Task, data: Data, watch: JobWatch) -> TrainConfig:
+    """With the fastest settings for this task and these ranks; what comes after is as if nothing had been tried."""
+    collectives = runtime.current().collectives
+
+    def make(asked: TrainConfig) -> Trainer:
+        return on_every_rank(lambda: make_trainer(asked, task, data, watch, log_every=asked.log_every), collectives)
+
+    # Steps of local training are those of a rank by itself.
+    place = runtime.by_itself() if config.mode == "local" else contextlib.nullcontext()
+    with place:
+        chosen, tried = autotune.tune(config, make, collectives, watch)
+    keras.backend.clear_session()
+    runtime.init(seed=config.seed)
+    if collectives.rank == 0:
+        print(f"autotune: {autotune.told(tried, chosen)}", flush=True)
+    return chosen
 
 
 def _train(config: TrainConfig, task: Task, trainer: Trainer, run_directory: RunDirectory) -> None:
@@ -115,11 +145,6 @@ def _finish(
 ) -> None:
     compile_plainly(model, config, task)
     run_directory.finish(model, summary)
-
-
-def _read(config: TrainConfig) -> tuple[Task, Data]:
-    task = load_task(config.task)
-    return task, task.read_data(Path(config.data_dir) if config.data_dir else None)
 
 
 def _make_trainer(

@@ -26,6 +26,7 @@ from hvdtrain.modes import Training, TrainingCalls, make_mode
 from hvdtrain.optimizer import distribute_where_needed, distribution_of
 from hvdtrain.progress import Progress
 from hvdtrain.report import Reporter
+from hvdtrain.run_state import RunState
 from hvdtrain.sampling import SamplePlan
 from hvdtrain.steps import CompiledSteps
 from hvdtrain.timing.clock import Clock
@@ -171,13 +172,25 @@ class Trainer:
         self._profiler = profiler or Profiler()
         self._job = watch or JobWatch(self._collectives)
         self._progress = Progress()
-        self.shares = TimeShares(times, self._collectives, process.host_name())
+        self._shares = TimeShares(times, self._collectives, process.host_name())
         calls = TrainingCalls(model, self._steps, self._feed, self._gradients)
         self._mode = make_mode(
-            Training(model, self._plan, self._progress, calls, self._collectives, self.shares, self._job),
+            Training(model, self._plan, self._progress, calls, self._collectives, self._shares, self._job),
             local,
             total_steps=self._total_steps,
             num_synchronized=self._num_synchronized,
+        )
+        self._state = RunState(
+            self._progress,
+            self._gradients,
+            self._callbacks,
+            self._quota,
+            self._steps,
+            self._mode,
+            plan=self._plan,
+            training=training,
+            local=local,
+            identity=identity or {},
         )
         self._report = TrainingReport(
             model,
@@ -187,13 +200,12 @@ class Trainer:
             reporter=self._reporter,
             gradients=self._gradients,
             quota=self._quota,
-            shares=None if local is not None and local.wait_free else self.shares,
+            shares=None if local is not None and local.wait_free else self._shares,
             averager=self._mode.averager,
             activations=Activations(model, evaluation or training),
         )
         self._checkpointer = checkpointer
         self._resume = resume
-        self._asked_identity = dict(identity or {})
         self._every = {
             "log": log_every,
             "eval": eval_every or self._plan.steps_per_epoch,
@@ -237,6 +249,11 @@ class Trainer:
     def total_steps(self) -> int:
         """Steps that :meth:`fit` makes."""
         return self._total_steps
+
+    @property
+    def shares(self) -> TimeShares:
+        """Where the time of the steps went."""
+        return self._shares
 
     def fit(self) -> dict[str, Any]:
         """Trains.
@@ -368,52 +385,15 @@ class Trainer:
     def _save(self, wait: bool = False) -> None:
         assert self._checkpointer is not None
         self._job.beat("saving", self.step)
-        state = {
-            "progress": self._progress.state(),
-            "skipped_steps": self._gradients.skipped_steps(),
-            "callbacks": self._callbacks.state(),
-            "mode": self._mode.state(),
-        }
-        rank_state = {
-            "bad samples": self._quota.places,
-            "steps": self._steps.steps_made,
-            "mode": self._mode.rank_state(),
-        }
-        self._checkpointer.save(
-            self.step,
-            state=state,
-            rank_state=rank_state,
-            identity=self._identity(),
-            averaged=self._mode.averaged,
-            wait=wait,
-        )
+        self._state.save(self._checkpointer, wait=wait)
 
     def _restore(self, checkpointer: Checkpointer) -> Restored | None:
         # Metrics must have their variables before these are restored.
         self._steps.build(self._feed.element_spec, must=True)
-        restored = checkpointer.restore(self._resume, identity=self._identity())
-        if restored is None:
-            return None
-        on_every_rank(self._training.check_unchanged, self._collectives)
-        self._progress.restore(restored.state["progress"])
-        self._gradients.restore(restored.state["skipped_steps"])
-        own = restored.rank_state or {"bad samples": set(), "steps": self.step, "mode": None}
-        self._steps.times.restore(own["steps"])
-        self._quota.restore(own["bad samples"])
-        self._mode.restore(restored.state["mode"], own["mode"])
+        restored = self._state.restore(checkpointer, self._resume)
+        if restored is not None:
+            on_every_rank(self._training.check_unchanged, self._collectives)
         return restored
-
-    def _identity(self) -> dict[str, Any]:
-        """What a run must have in common with the one that it goes on from."""
-        plan = self._plan
-        return {
-            **self._asked_identity,
-            "training data": self._training.facts(),
-            "samples in a step": plan.global_batch_size,
-            "seed": plan.seed,
-            "remainder": plan.remainder,
-            "local training": "no" if self._local is None else str(self._local),
-        }
 
     def _end_call(self) -> bool:
         """Gives back whether a callback stops the training."""

@@ -7,7 +7,7 @@ import time
 from hvdtrain import runtime
 from hvdtrain.averaging import LocalTraining
 from hvdtrain.building import make_model
-from hvdtrain.config import BenchConfig
+from hvdtrain.config import BenchConfig, TrainConfig
 from hvdtrain.failure import JobWatch
 from hvdtrain.tasks import Data, Task
 from hvdtrain.timing.clock import Clock
@@ -88,9 +88,15 @@ def steps_of_a_block(config: BenchConfig, cases: list[Case]) -> int:
 
 
 def make_trainer(
-    config: BenchConfig, task: Task, data: Data, watch: JobWatch, local: LocalTraining | None = None
+    config: TrainConfig,
+    task: Task,
+    data: Data,
+    watch: JobWatch,
+    local: LocalTraining | None = None,
+    *,
+    log_every: int = _NO_END,
 ) -> Trainer:
-    """One that trains without end."""
+    """One whose steps are those of a run of this configuration; it trains without end, and keeps nothing."""
     assert config.batch_size is not None
     return Trainer(
         make_model(config, task, data),
@@ -98,9 +104,12 @@ def make_trainer(
         batch_size=config.batch_size,
         steps=_NO_END,
         seed=config.seed,
+        accumulate=config.accumulate,
         steps_per_call=config.steps_per_call,
-        log_every=_NO_END,
+        log_every=log_every,
+        on_nan=config.on_nan,
         bad_samples=config.bad_samples,
+        sync_batchnorm=config.sync_batchnorm,
         watch=watch,
         local=local,
     )

@@ -7,13 +7,13 @@ from typing import Any
 from hvdtrain import process, runtime
 from hvdtrain.bench import gradient_times, measurements, predicted, reductions, report
 from hvdtrain.bench.cases import ALONE, APART, LOCAL, SYNC, Case, make_cases, steps_of_a_block
-from hvdtrain.building import with_task_defaults
+from hvdtrain.building import read_task, with_task_defaults
 from hvdtrain.config import BenchConfig
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.failure import JobWatch, on_every_rank, on_first_rank
 from hvdtrain.files import write_text
 from hvdtrain.session import run_on_ranks
-from hvdtrain.tasks import Data, Task, load_task
+from hvdtrain.tasks import Data, Task
 
 
 def run(config: BenchConfig | None, refused: HvdtrainError | None) -> int:
@@ -32,7 +32,7 @@ def _measure(asked: BenchConfig, watch: JobWatch) -> None:
     runtime.init(seed=asked.seed)
     on_every_rank(lambda: predicted.require_links(asked, collectives.size, collectives.cross_size), collectives)
     on_first_rank(lambda: _make_folder(Path(asked.output)), collectives)
-    task, data = on_every_rank(lambda: _read(asked), collectives)
+    task, data = on_every_rank(lambda: read_task(asked), collectives)
     config = on_every_rank(lambda: with_task_defaults(asked, task), collectives)
     assert isinstance(config, BenchConfig)
     cases = make_cases(config, task, data, watch)
@@ -52,11 +52,6 @@ def _make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"--output must be a folder that can be written. Received: {path} ({error})") from None
-
-
-def _read(config: BenchConfig) -> tuple[Task, Data]:
-    task = load_task(config.task)
-    return task, task.read_data(Path(config.data_dir) if config.data_dir else None)
 
 
 def _facts(config: BenchConfig, cases: list[Case], measured: measurements.Measured, steps: int) -> dict[str, Any]:

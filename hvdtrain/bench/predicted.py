@@ -30,17 +30,17 @@ def _ranks_per_host(config: BenchConfig, ranks: int, hosts: int) -> int:
 
 
 def predict(
-    config: BenchConfig, found: dict[str, Any], seconds: list[float], gradients: list[tuple[int, float]]
+    config: BenchConfig, found: dict[str, Any], seconds: list[float], messages: list[tuple[int, float]]
 ) -> dict[str, Any]:
     """Steps on each number of ranks, in sync and in local mode.
 
     Args:
         found: what was measured.
         seconds: of single steps without communication.
-        gradients: see :class:`~hvdtrain.bench.prediction.MeasuredStep`.
+        messages: see :class:`~hvdtrain.bench.prediction.MeasuredStep`.
 
     """
-    step = MeasuredStep(np.array(seconds), gradients)
+    step = MeasuredStep(np.array(seconds), messages)
     per_host = _ranks_per_host(config, found["ranks"], found["hosts"])
     link, within = _links(config, found)
     rows = []
@@ -71,7 +71,7 @@ def predict(
     return {
         "what": "a prediction, nothing that was run",
         "links": {name: None if each is None else vars(each) for name, each in (("between", link), ("within", within))},
-        "gradients": gradients,
+        "messages": messages,
         "rows": rows,
     }
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 FUSION_BYTES = 128 << 20
-"""Horovod reduces gradients that are ready together in messages of at most so many bytes."""
-_SMALL_BYTES = 8 << 10
+"""Horovod reduces messages that are ready together in one of at most so many bytes."""
+SMALL_BYTES = 64 << 10
+"""As in launch/open_mpi_allreduce.rules."""
 _TAIL = 0.1
 _DRAWS = 4000
 
@@ -36,6 +37,8 @@ class Cluster:
     between_hosts: Link
     """Shared by the ranks of a host."""
     within_host: Link
+    small_bytes: int = SMALL_BYTES
+    """Smaller messages travel by recursive doubling; 0: all go around a ring."""
 
     @property
     def ranks(self) -> int:
@@ -48,12 +51,12 @@ class MeasuredStep:
 
     seconds: np.ndarray
     """Of single steps, as they differ; shape ``[steps]``."""
-    gradients: Sequence[tuple[int, float]]
-    """Bytes of each gradient, and after what share of the step it is ready."""
+    messages: Sequence[tuple[int, float]]
+    """Bytes of each message of gradients, and after what share of the step it is ready."""
 
     @property
     def bytes(self) -> int:
-        return sum(size for size, _ in self.gradients)
+        return sum(size for size, _ in self.messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,22 +86,23 @@ def doubling_s(size: int, ranks: int, link: Link) -> float:
     return math.ceil(math.log2(ranks)) * (link.latency_s + 8 * size / link.bits_per_second)
 
 
-def around_s(size: int, ranks: int, link: Link) -> float:
+def around_s(size: int, ranks: int, link: Link, small_bytes: int = SMALL_BYTES) -> float:
     """The same in the way that is taken for a message of this size."""
     if ranks == 1:
         return 0.0
-    return doubling_s(size, ranks, link) if size < _SMALL_BYTES else ring_s(size, ranks, link)
+    return doubling_s(size, ranks, link) if size < small_bytes else ring_s(size, ranks, link)
 
 
 def allreduce_s(size: int, cluster: Cluster, *, hierarchical: bool = False) -> float:
     """An allreduce over all ranks: around one ring, or within hosts, then between them, then within them again."""
+    small = cluster.small_bytes
     if cluster.hosts == 1:
-        return around_s(size, cluster.ranks, cluster.within_host)
+        return around_s(size, cluster.ranks, cluster.within_host, small)
     if not hierarchical:
-        return around_s(size, cluster.ranks, cluster.between_hosts)
+        return around_s(size, cluster.ranks, cluster.between_hosts, small)
     # Each rank of a host reduces its part with those of other hosts; together they share the link.
-    within_s = around_s(size, cluster.ranks_per_host, cluster.within_host)
-    return within_s + around_s(size, cluster.hosts, cluster.between_hosts)
+    within_s = around_s(size, cluster.ranks_per_host, cluster.within_host, small)
+    return within_s + around_s(size, cluster.hosts, cluster.between_hosts, small)
 
 
 def slowest_s(seconds: np.ndarray, ranks: int) -> float:
@@ -118,9 +122,9 @@ def slowest_s(seconds: np.ndarray, ranks: int) -> float:
     return expected - float(np.sum(powers * np.diff(body)))
 
 
-def communication_end_s(gradients: Sequence[tuple[int, float]], compute_s: float, reduce_s: "Reduction") -> float:
-    """When the last gradient is reduced, from the beginning of a step: what is ready together travels together."""
-    waiting = sorted((share * compute_s, size) for size, share in gradients)
+def communication_end_s(messages: Sequence[tuple[int, float]], compute_s: float, reduce_s: "Reduction") -> float:
+    """When the last message is reduced, from the beginning of a step: what is ready together travels together."""
+    waiting = sorted((share * compute_s, size) for size, share in messages)
     now = 0.0
     while waiting:
         now = max(now, waiting[0][0])
@@ -148,7 +152,7 @@ def sync_step(step: MeasuredStep, cluster: Cluster, *, hierarchical: bool = Fals
     slowest = slowest_s(step.seconds, cluster.ranks)
     end_s = slowest
     if cluster.ranks > 1:
-        end_s = max(slowest, communication_end_s(step.gradients, slowest, Reduction(cluster, hierarchical)))
+        end_s = max(slowest, communication_end_s(step.messages, slowest, Reduction(cluster, hierarchical)))
     return Predicted(end_s, compute_s, slowest - compute_s, end_s - slowest)
 
 
@@ -191,7 +195,7 @@ def fit_link(measured: Sequence[tuple[int, float]], ranks: int) -> Link:
     for size, seconds in measured:
         ring = 2 * (ranks - 1), 2 * (ranks - 1) / ranks * 8 * size
         doubling = math.ceil(math.log2(ranks)), math.ceil(math.log2(ranks)) * 8 * size
-        rows.append([each / seconds for each in (doubling if size < _SMALL_BYTES else ring)])
+        rows.append([each / seconds for each in (doubling if size < SMALL_BYTES else ring)])
         ones.append(1.0)
     latency_s, seconds_per_bit = np.linalg.lstsq(np.array(rows), np.array(ones), rcond=None)[0]
     return Link(max(0.0, float(latency_s)), 1 / max(1e-15, float(seconds_per_bit)))

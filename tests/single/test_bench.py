@@ -105,11 +105,32 @@ def test_options_of_training_that_decide_about_a_step():
     assert "steps" not in parsed.as_dict()
 
 
+DEEP_TASK = """
+import keras, numpy as np
+import hvdtrain
+
+def model(data):
+    return keras.Sequential([keras.layers.Input((800,)), *(keras.layers.Dense(800) for _ in range(4))])
+
+def data(folder):
+    return hvdtrain.tasks.Data(hvdtrain.data.Arrays(np.zeros((512, 800), "f"), np.zeros((512, 800), "f")))
+
+TASK = hvdtrain.Task(model=model, data=data, loss="mse", optimizer="sgd", defaults={"batch_size": 256})
+"""
+
+
 def test_one_process(tmp_path):
-    line = ["bench", "--output", str(tmp_path), "--blocks", "4", "--block-seconds", "0.1", "--max-spread", "100"]
+    (tmp_path / "deep.py").write_text(DEEP_TASK)
+    line = ["bench", "--task", str(tmp_path / "deep.py:TASK"), "--output", str(tmp_path), "--predict", "1"]
+    line += ["--blocks", "4", "--block-seconds", "0.1", "--max-spread", "100"]
     done = subprocess.run([sys.executable, "-m", "hvdtrain", *line], capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["cases"].keys() == {"one rank alone"}
     assert found["shares"]["communication_fraction"] == 0
     assert "network" not in found
+    sizes, ready = zip(*found["prediction"]["messages"], strict=True)
+    assert sum(sizes) == 4 * found["parameters"]
+    # The backward pass comes to the last layer first.
+    kernels = ready[1:]  # after the message of all biases
+    assert 0 < kernels[0] < kernels[1] < kernels[2] < kernels[3] <= 1

@@ -1,5 +1,6 @@
 """Predictions of cases whose answer is known; benchmarks/prediction.py holds them against measurements."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -22,6 +23,8 @@ def test_a_ring_sends_all_but_a_part_twice():
     assert prediction.ring_s(4_000_000, 4, NETWORK) == pytest.approx(6 * 1e-3 + 1.5 * 0.32)
     # Small messages go by doubling.
     assert prediction.allreduce_s(4, cluster(8)) == pytest.approx(3e-3, rel=1e-3)
+    by_rings = dataclasses.replace(cluster(8), small_bytes=0)
+    assert prediction.allreduce_s(4, by_rings) == pytest.approx(14e-3, rel=1e-3)
     assert prediction.allreduce_s(4_000_000, cluster(1)) == 0
     assert prediction.allreduce_s(4_000_000, cluster(1, 4)) == pytest.approx(6e-5 + 1.5 * 0.0032)
 
@@ -52,8 +55,8 @@ def test_what_waits_travels_together_up_to_a_size():
         calls.append(size)
         return 1.0
 
-    gradients = [(10, 0.1), (20, 0.2), (30, 0.3), (prediction.FUSION_BYTES, 0.4)]
-    assert prediction.communication_end_s(gradients, 1.0, reduce_s) == pytest.approx(3.1)
+    messages = [(10, 0.1), (20, 0.2), (30, 0.3), (prediction.FUSION_BYTES, 0.4)]
+    assert prediction.communication_end_s(messages, 1.0, reduce_s) == pytest.approx(3.1)
     assert calls == [10, 50, prediction.FUSION_BYTES]
 
 
@@ -75,7 +78,7 @@ def test_local_training_pays_once_a_round():
         0.1 + (reduce_s - 0.2) / 2
     )
     # Ranks that differ from step to step wait less for each other, the longer a round is.
-    uneven = MeasuredStep(np.random.default_rng(1).uniform(0.05, 0.15, 1000), STEADY.gradients)
+    uneven = MeasuredStep(np.random.default_rng(1).uniform(0.05, 0.15, 1000), STEADY.messages)
     waits = [prediction.local_step(uneven, cluster(64), every).waiting_s for every in (1, 4, 64)]
     assert waits[0] > 1.3 * waits[1] > 4 * waits[2] > 0
 
@@ -108,7 +111,7 @@ def measured(ranks: int, hosts: int) -> dict:
 
 def test_predictions_of_a_job():
     """From two hosts to 64 ranks on as many; with ranks and links of its own where they are given."""
-    told = predicted.predict(asked(), measured(2, 2), list(STEADY.seconds), list(STEADY.gradients))
+    told = predicted.predict(asked(), measured(2, 2), list(STEADY.seconds), list(STEADY.messages))
     rows = {(row["ranks"], row["mode"]): row for row in told["rows"]}
     assert rows.keys() == {(2, "sync"), (2, "local"), (64, "sync"), (64, "local")}
     assert rows[2, "sync"]["step_ms"] == pytest.approx(374, rel=1e-3)
@@ -122,7 +125,7 @@ def test_predictions_of_a_job():
 
     within = ["--within-mbit", "10000", "--within-latency-ms", "0.01"]
     options = ["--ranks-per-host", "8", *within, "--rank-mtbf-hours", "1000"]
-    told = predicted.predict(asked(*options), measured(2, 2), list(STEADY.seconds), list(STEADY.gradients))
+    told = predicted.predict(asked(*options), measured(2, 2), list(STEADY.seconds), list(STEADY.messages))
     rows = {(row["ranks"], row["mode"], row["allreduce"]): row for row in told["rows"]}
     assert rows[64, "sync", "flat"]["hosts"] == 8
     assert rows[64, "sync", "hierarchical"]["step_ms"] < rows[64, "sync", "flat"]["step_ms"]
@@ -132,7 +135,7 @@ def test_predictions_of_a_job():
 
 
 def test_a_link_that_is_not_known_is_asked_for():
-    steps = (list(STEADY.seconds), list(STEADY.gradients))
+    steps = (list(STEADY.seconds), list(STEADY.messages))
     with pytest.raises(UsageError, match=r"--predict 2 needs to know the link between hosts, which 1 rank\(s\) on 1"):
         predicted.require_links(asked("--ranks-per-host", "1"), ranks=1, hosts=1)
     with pytest.raises(UsageError, match=r"--predict 64 needs to know the link between hosts, which 2 rank\(s\) on 1"):
