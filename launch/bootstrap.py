@@ -230,7 +230,9 @@ def ensure_environment() -> None:
 def environment() -> dict[str, str]:
     env = dict(os.environ)
     env["VIRTUAL_ENV"] = str(VENV)
-    env["PATH"] = f"{VENV / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
+    # launch/bin before: its horovodrun starts in a tenth of the time.
+    folders = [str(ROOT / "launch" / "bin"), str(VENV / "bin"), env.get("PATH", os.defpath)]
+    env["PATH"] = os.pathsep.join(folders)
     env.pop("PYTHONHOME", None)
     # Without OMPI_MCA_odls_base_sigkill_timeout, which is the time to save after mpirun was sent SIGTERM: Open MPI
     # lets it pass twice, before SIGTERM and before SIGKILL, whenever a job fails or is stopped, even when all ranks

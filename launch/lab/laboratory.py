@@ -45,8 +45,10 @@ ConnectTimeout 10
 
 
 # With its name and the place. Below /sys are the host's own devices then; the control groups stay, for Slurm.
+# Without the user's .bashrc, which bash reads for each command of ssh, and in which each may wait for all others.
 _HOST = """
 hostname "$0"
+[ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc
 mount --bind "$1/$0/hosts" /etc/hosts
 mount --bind "$1/$0/ssh" /etc/ssh
 mount --rbind /sys/fs/cgroup /mnt

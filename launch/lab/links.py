@@ -92,7 +92,8 @@ class Line:
 
 
 def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line], control: socket.socket) -> None:
-    os.nice(-20)  # Ranks that share its cores must not slow the network.
+    with contextlib.suppress(OSError):  # Some containers do not allow it.
+        os.nice(-20)  # Ranks that share its cores must not slow the network.
     poll = select.epoll()
     for device in (*devices, control.fileno()):
         poll.register(device, select.EPOLLIN)

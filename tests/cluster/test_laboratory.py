@@ -73,6 +73,8 @@ def test_hosts_are_apart_but_for_ssh():
         said(lab.command("lab1", ["ssh", "lab2", "touch /mnt/own; hostname > /mnt/name"]))
         assert (lab.path("lab2", "/mnt/name")).read_text() == "lab2\n"
         assert said(lab.command("lab1", ["ls", "/mnt"])) == ""
+        # What the user's shells do at their start is none of the hosts' business.
+        said(lab.command("lab1", ["ssh", "lab2", "test ! -s ~/.bashrc"]))
         # A cut is a silence, and can be mended.
         connect = ["ssh", "-o", "ConnectTimeout=1", "lab2", "true"]
         lab.cut("lab2")

