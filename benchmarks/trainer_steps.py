@@ -12,7 +12,9 @@ from hvdtrain.timing.step_times import StepTimes
 
 def trainer_steps(name: str, steps_per_call: int) -> tuple[CompiledSteps, tf.data.Iterator]:
     """Distributed optimizer, NaN guard, gradient norm and times; and batches for it."""
-    model = compiled(NETWORKS[name][0](), hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9)))
+    # A batch of texts uses most of the rows of the table, and some of them often.
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9), sparse_as_dense=True)
+    model = compiled(NETWORKS[name][0](), optimizer)
     model.optimizer.build(model.trainable_variables)
     times = StepTimes(1)
     watch = GradientWatch(model.optimizer, times, on_nan="stop")

@@ -22,4 +22,4 @@ def wide(width: int) -> hvdtrain.Task:
     )
 
 
-MB1, MB4, MB17 = wide(292), wide(592), wide(1184)
+MB1, MB4, MB8 = wide(292), wide(592), wide(837)

@@ -4,8 +4,10 @@
     launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
 
 Prints each peer's time of a step over hvdtrain's in the same round: median, and range over the rounds. A number above 1
-says that hvdtrain is faster. Of cases of one peer (one or ten steps in a compiled call; an allreduce for each gradient
-or one for all) the fastest counts, its own. Keeps the last result in results/peers.json, and draws results/peers.png.
+says that hvdtrain is faster. All draw their batch from an iterator over one, but for PyTorch, which has it at hand. Of
+the cases of one peer (one or ten steps in a compiled call; an allreduce for each gradient or one for all) that with the
+shortest median counts. Keeps the last result for each number of ranks in results/peers.json, and draws
+results/peers.png.
 """
 
 import argparse
@@ -19,9 +21,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from samples import BATCH_SIZES
+
 RESULTS = HERE.parent / "results"
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-# By hand, on two ranks; hvdtrain sets the same by itself.
+# By hand; hvdtrain sets the same by itself, but on one rank, where it reduces nothing and raw Horovod still does.
 TUNED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"}
 
 
@@ -44,12 +50,12 @@ def by_itself(python: str, script: str, ranks: int) -> Iterator[tuple[list[str],
     for rank in range(ranks):
         task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        yield [python, str(HERE / script)], {**place, "TF_CONFIG": task, "WORKERS": str(ranks), "SHARES": "1"}
+        yield [python, str(HERE / script)], {**place, "TF_CONFIG": task, "WORKERS": str(ranks)}
 
 
-def run(processes: list[tuple[list[str], dict[str, str]]]) -> dict[str, float]:
+def run(processes: list[tuple[list[str], dict[str, str]]], networks: list[str]) -> dict[str, float]:
     """What the first process prints."""
-    common = {**os.environ, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    common = {**os.environ, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "NETWORKS": " ".join(networks)}
     jobs = [
         subprocess.Popen(command, env={**common, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command, env in processes
@@ -58,7 +64,8 @@ def run(processes: list[tuple[list[str], dict[str, str]]]) -> dict[str, float]:
     found = [line.partition("RESULT ")[2] for line in outputs[0].splitlines() if "RESULT " in line]
     if any(job.returncode for job in jobs) or not found:
         sys.exit(f"{processes[0][0]} failed:\n" + "\n".join(outputs)[-4000:])
-    return json.loads(found[0])
+    # Another rank may have said its own in the same line.
+    return json.JSONDecoder().raw_decode(found[0])[0]
 
 
 def jobs_for(ranks: int, torch_python: str | None) -> dict[str, list[tuple[list[str], dict[str, str]]]]:
@@ -72,13 +79,10 @@ def jobs_for(ranks: int, torch_python: str | None) -> dict[str, list[tuple[list[
     return jobs
 
 
-def fastest(found: dict[str, float]) -> dict[str, float]:
-    """Of each network, the shortest step among the cases."""
-    best: dict[str, float] = {}
-    for case, milliseconds in found.items():
-        network = case.partition(",")[0]
-        best[network] = min(milliseconds, best.get(network, milliseconds))
-    return best
+def steps_of_fastest(rounds: list[dict[str, float]], network: str) -> list[float]:
+    """The step of each round, in the case of the network that is fastest by its median."""
+    cases = [case for case in rounds[0] if case.startswith(f"{network},")]
+    return min(([each[case] for each in rounds] for case in cases), key=statistics.median)
 
 
 def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -103,30 +107,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--networks", nargs="*", default=list(BATCH_SIZES), choices=BATCH_SIZES)
     parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
     arguments = parser.parse_args()
-    results: dict[str, dict[str, list[dict[str, float]]]] = {}
-    ratios: dict[str, dict[str, list[float]]] = {}
+    kept = RESULTS / "peers.json"
+    before = json.loads(kept.read_text()) if kept.exists() else {}
+    results: dict[str, dict[str, dict[str, list[float]]]] = before.get("step_ms", {})
+    ratios: dict[str, dict[str, list[float]]] = before.get("over_hvdtrain", {})
     for ranks in arguments.ranks:
         rounds: dict[str, list[dict[str, float]]] = {}
         for _ in range(arguments.rounds):
             for peer, processes in jobs_for(ranks, arguments.torch_python).items():
-                rounds.setdefault(peer, []).append(run(processes))
-        results[f"{ranks} ranks"] = rounds
-        own = [fastest(found) for found in rounds["hvdtrain"]]
-        for network in own[0]:
-            steps = [each[network] for each in own]
-            print(f"{ranks} rank(s), {network}: hvdtrain {statistics.median(steps):.3f} ms", flush=True)
+                rounds.setdefault(peer, []).append(run(processes, arguments.networks))
         for peer, found in rounds.items():
-            for network in own[0] if peer != "hvdtrain" else ():
-                values = [fastest(each)[network] / mine[network] for each, mine in zip(found, own, strict=True)]
+            steps = {case: [each[case] for each in found] for case in found[0]}
+            results.setdefault(f"{ranks} rank(s)", {}).setdefault(peer, {}).update(steps)
+        for network in arguments.networks:
+            own = steps_of_fastest(rounds["hvdtrain"], network)
+            print(f"{ranks} rank(s), {network}: hvdtrain {statistics.median(own):.3f} ms", flush=True)
+            for peer in [peer for peer in rounds if peer != "hvdtrain"]:
+                theirs = steps_of_fastest(rounds[peer], network)
+                values = [other / mine for other, mine in zip(theirs, own, strict=True)]
                 ratios.setdefault(f"{peer}, {ranks} rank(s)", {})[network] = values
-                spread = f"{min(values):.3f} to {max(values):.3f}"
-                print(
-                    f"{ranks} rank(s), {network}: {peer} takes {statistics.median(values):.3f} ({spread}) times as long"
-                )
+                told = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+                print(f"{ranks} rank(s), {network}: {peer} takes {told} times as long", flush=True)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "peers.json").write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
+    kept.write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
     draw(ratios, RESULTS / "peers.png")
 
 

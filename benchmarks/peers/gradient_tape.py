@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from networks import NETWORKS
-from samples import batch
+from networks import NETWORKS, endless_batches
 
 RATE, MOMENTUM = 1e-3, 0.9
 
@@ -13,14 +12,15 @@ RATE, MOMENTUM = 1e-3, 0.9
 def momentum_step(
     name: str, reduce: Callable[[list[tf.Tensor], list[tf.Variable]], list[tf.Tensor]]
 ) -> Callable[[], None]:
-    """A function that makes a step: gradients, reduced, then SGD with momentum."""
+    """A function that makes a step: a batch from an iterator, gradients, reduced, then SGD with momentum."""
     model = NETWORKS[name][0]()
     weights = [variable.value for variable in model.trainable_variables]
     velocities = [tf.Variable(tf.zeros_like(weight), trainable=False) for weight in weights]
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    x, y = (tf.constant(each) for each in batch(name))
+    batches = endless_batches(name, with_factor=False)
 
     def step() -> None:
+        x, y = batches.get_next()
         with tf.GradientTape() as tape:
             value = loss(y, model(x, training=True))
         gradients = [tf.convert_to_tensor(each) for each in tape.gradient(value, weights)]

@@ -6,8 +6,7 @@ import hvdtrain
 
 hvdtrain.init(seed=0)
 
-from blocks import measure
-from networks import NETWORKS
+from blocks import NETWORKS, measure
 from trainer_steps import trainer_steps
 
 from hvdtrain import runtime

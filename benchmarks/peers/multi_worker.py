@@ -12,9 +12,8 @@ options = tf.distribute.experimental.CommunicationOptions(
 )
 strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
-from blocks import measure
+from blocks import NETWORKS, measure
 from gradient_tape import momentum_step
-from networks import NETWORKS
 
 
 def average(gradients: list[tf.Tensor], weights: list[tf.Variable]) -> list[tf.Tensor]:

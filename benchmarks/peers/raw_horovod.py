@@ -13,9 +13,8 @@ threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
 tf.config.threading.set_intra_op_parallelism_threads(threads)
 tf.config.threading.set_inter_op_parallelism_threads(threads)
 
-from blocks import measure
+from blocks import NETWORKS, measure
 from gradient_tape import block_of, momentum_step
-from networks import NETWORKS
 
 
 def reduce_each(gradients: list[tf.Tensor], weights: list[tf.Variable]) -> list[tf.Tensor]:

@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as distributed
-from blocks import measure
+from blocks import NETWORKS, measure
 from samples import VOCABULARY, batch
 from torch import nn
 
@@ -51,11 +51,11 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-NETWORKS = {"cnn": cnn, "mlp": mlp, "lstm": Last, "transformer": Mean}
+MODELS = {"cnn": cnn, "mlp": mlp, "lstm": Last, "transformer": Mean}
 
 
 def block_of(name):
-    model = nn.parallel.DistributedDataParallel(NETWORKS[name]())
+    model = nn.parallel.DistributedDataParallel(MODELS[name]())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x, y = (torch.from_numpy(each) for each in batch(name))
     x, y, loss = x.movedim(-1, 1).contiguous() if name == "cnn" else x, y.long(), nn.CrossEntropyLoss()
