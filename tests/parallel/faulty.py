@@ -1,8 +1,9 @@
 """``python -m hvdtrain`` with a fault: started by a launcher on every rank, as the command line is.
 
-The first argument is a JSON object: ``rank`` and ``step`` say where the fault strikes, ``fault`` which one,
-``mark`` names a file in which the moment is noted, ``made`` a folder in which each rank notes at the end how many
-steps it has made. The other arguments are the command line's.
+The first argument is a JSON object: ``ranks`` and ``step`` say where the fault strikes, ``fault`` which one,
+``after`` that it strikes after that step and not before it, ``mark`` names a file in which the moment is noted,
+``made`` a folder in which each rank notes at the end how many steps it has made. The other arguments are the
+command line's.
 """
 
 import contextlib
@@ -57,12 +58,16 @@ def strike(steps: CompiledSteps) -> None:
 
 def train_with_fault(steps: CompiledSteps, *arguments) -> None:
     train_with_fault.made = getattr(train_with_fault, "made", steps.steps_made)
-    if RANK in SPEC["ranks"] and train_with_fault.made == SPEC["step"]:
+    is_hit = RANK in SPEC["ranks"] and train_with_fault.made == SPEC["step"]
+    if is_hit and not SPEC.get("after"):
         note()
         strike(steps)
     if train_with_fault.made == SPEC.get("mend_step") and RANK == 0:
         Path(SPEC["filler"]).unlink()
     train(steps, *arguments)
+    if is_hit and SPEC.get("after"):
+        note()
+        strike(steps)
     train_with_fault.made += 1
     time.sleep(SPEC.get("step_s", 0))
 

@@ -10,11 +10,16 @@ import threading
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent.parent
 LOG_TAIL_LINES = 60
+# A test's parameters that differ little from its others.
+LONG = partial(pytest.param, marks=pytest.mark.long)
 
 LAUNCHERS = {
     # As root, and with more ranks than cores: both are normal on a test machine.
@@ -136,10 +141,13 @@ def run_job(
     return Job(command, ranks=ranks, launcher=launcher, cwd=cwd).end(timeout_s)
 
 
-def run_cases(name: str, *, ranks: int, minimum: int, folder: Path, launcher: str = "mpirun", timeout_s: float) -> None:
-    """Runs ``cases_<name>.py`` under pytest on every rank; demands that each rank executed and passed enough."""
-    command = [sys.executable, str(TESTS / "run_cases.py"), name, str(folder)]
-    job = run_job(command, ranks=ranks, launcher=launcher, timeout_s=timeout_s)
+def run_cases(name: str, *more: str, ranks: int, minimum: int, folder: Path, timeout_s: float) -> None:
+    """Runs ``cases_<name>.py`` under pytest on every rank; demands that each rank executed and passed enough.
+
+    ``more`` are options of pytest.
+    """
+    command = [sys.executable, str(TESTS / "run_cases.py"), name, str(folder), *more]
+    job = run_job(command, ranks=ranks, timeout_s=timeout_s)
     logs = "\n".join(
         f"--- rank {rank}\n{_tail(log.read_text())}"
         for rank in range(ranks)

@@ -11,11 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
-from launcher import Finished, Job, listening, run_job
+from launcher import LONG, Finished, Job, listening, run_job
 
 STEPS, EVERY = 120, 20
 TRAIN = [sys.executable, "-m", "hvdtrain"]
@@ -24,8 +23,6 @@ OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(E
 ENDS_WITHIN_S = 5.0
 # Longer than a start takes on a machine that has other work.
 STALL_S = 8
-# What differs little from its neighbours.
-LONG = partial(pytest.param, marks=pytest.mark.long)
 
 
 def flags(run_dir: Path, *more: str) -> list[str]:
@@ -105,7 +102,7 @@ def tracebacks(done: Finished, launcher: str) -> int:
 
 @pytest.mark.parametrize(
     ("rank", "launcher"),
-    [(1, "mpirun"), (0, "mpirun"), LONG(1, "horovodrun"), (1, "horovodrun --gloo")],
+    [(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), (1, "horovodrun --gloo")],
 )
 def test_a_killed_rank(rank, launcher, untouched, tmp_path):
     """Rows 1 and 2 of the list of faults."""
@@ -137,11 +134,11 @@ def test_killed_while_it_saves(untouched, tmp_path):
         ("rank 1", "mpirun", "SIGTERM"),
         LONG("rank 0", "mpirun", "SIGINT"),
         LONG("rank 1", "horovodrun --gloo", "SIGTERM"),
-        ("all ranks", "mpirun", "SIGTERM"),
+        LONG("all ranks", "mpirun", "SIGTERM"),
         ("the launcher", "mpirun", "SIGTERM"),
         LONG("the launcher", "mpirun", "SIGINT"),
-        ("the launcher", "mpirun", "SIGUSR1"),
-        ("the launcher", "horovodrun", "SIGTERM"),
+        LONG("the launcher", "mpirun", "SIGUSR1"),
+        LONG("the launcher", "horovodrun", "SIGTERM"),
         ("the launcher", "horovodrun --gloo", "SIGTERM"),
     ],
 )
@@ -202,7 +199,7 @@ def test_asked_to_stop_while_a_rank_waits_for_input(untouched, tmp_path):
     goes_on(run_dir, untouched, resumed_from=48)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [LONG(0), 1])
 def test_a_silent_rank(rank, untouched, tmp_path):
     """Row 6: stopped for longer than the timeout, it is named and the job ended."""
     run_dir = tmp_path / "run"
@@ -287,6 +284,7 @@ def test_a_disk_that_stays_full(small_disk, untouched, tmp_path):
     goes_on(run_dir, untouched, resumed_from=40)
 
 
+@pytest.mark.long
 def test_a_disk_that_becomes_read_only(small_disk, untouched, tmp_path):
     run_dir = tmp_path / "run"
     spec = {"ranks": [0], "step": 45, "place": str(run_dir / "checkpoints")}

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import run_job
+from launcher import LONG, run_job
 from test_faults import TRAIN, ended_in_time, flags, lines, start, steps_of_checkpoints
 
-LOCAL = ["--mode", "local", "--average-every", "6", "--overlap"]
+AT_ONCE = ["--mode", "local", "--average-every", "6"]
+LOCAL = [*AT_ONCE, "--overlap"]
 
 
 def summary_of(run_dir: Path) -> dict:
@@ -41,8 +42,8 @@ def test_a_loss_of_one_rank_that_is_not_finite_ends_the_job(tmp_path):
 
 
 def test_a_replica_that_is_not_finite_spoils_no_other(tmp_path):
-    """Behind a ReLU, a NaN shows neither in the loss nor in a gradient."""
-    job, mark = start(tmp_path / "run", "nan", variable=0, more=LOCAL)
+    """It becomes so after the last step of a round: neither loss nor gradient shows it before the average."""
+    job, mark = start(tmp_path / "run", "nan", variable=0, after=True, more=AT_ONCE)
     done = ended_in_time(job, mark)
     assert done.code == 1, done.output
     (line,) = lines(done)
@@ -51,7 +52,7 @@ def test_a_replica_that_is_not_finite_spoils_no_other(tmp_path):
     )
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", LONG("horovodrun --gloo")])
 def test_a_wait_free_job_stops_and_goes_on(launcher, tmp_path):
     more = ["--mode", "local", "--average-every", "5", "--wait-free"]
     run_dir = tmp_path / "run"

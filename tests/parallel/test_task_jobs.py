@@ -13,7 +13,7 @@ from hvdtrain.tasks import sample_data
 
 # Options of the run, and the accuracy that it has to come to on the generated files.
 TASKS = {
-    "cifar10": (["--steps", "60", "--batch-size", "32", "--learning-rate", "0.05"], 0.95),
+    "cifar10": (["--steps", "40", "--batch-size", "32", "--learning-rate", "0.05"], 0.95),
     "mnist": (["--steps", "60", "--batch-size", "32"], 0.9),
     "tabular": (["--steps", "200"], 0.97),
     "text": (["--steps", "40", "--learning-rate", "0.01"], 0.97),

@@ -11,7 +11,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 # Each module may import those before it.
 ORDER = [
-    *("errors", "files", "config", "process", "supervised", "sampling", "schedule", "collectives", "runtime", "gpus"),
+    *(
+        "errors",
+        "files",
+        "config",
+        "process",
+        "supervised",
+        "sampling",
+        "schedule",
+        "messages",
+        "collectives",
+        "runtime",
+        "gpus",
+    ),
     *("failure", "replicas", "optimizer", "averaging", "batchnorm", "weight_average", "loss_scale", "losses", "timing"),
     *(
         "gradient_watch",
@@ -25,8 +37,8 @@ ORDER = [
         "callbacks",
         "evaluation",
     ),
-    *("progress", "intervals", "modes", "training_report", "tasks", "building", "trained_run", "trainer"),
-    *("session", "job", "evaluate", "export", "doctor", "bench", "cli", "__main__"),
+    *("progress", "intervals", "modes", "run_state", "training_report", "tasks", "building", "trained_run", "trainer"),
+    *("session", "doctor", "bench", "job", "evaluate", "export", "cli", "__main__"),
 ]
 
 
