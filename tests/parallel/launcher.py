@@ -18,6 +18,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent.parent
 LOG_TAIL_LINES = 60
+_TOLD = "hvdtrain: "
 # A test's parameters that differ little from its others.
 LONG = partial(pytest.param, marks=pytest.mark.long)
 
@@ -35,6 +36,18 @@ class Finished:
 
     code: int
     output: str
+
+    @property
+    def told(self) -> list[str]:
+        """What hvdtrain has said of errors and stops, without tags of launchers."""
+        # Not only at the beginning of a line: Horovod writes lines of its own in pieces, and ours come between them.
+        return [line[line.index(_TOLD) :] for line in self.output.splitlines() if _TOLD in line]
+
+    @property
+    def only_line_told(self) -> str:
+        """Fails the test where there is not exactly one."""
+        assert len(self.told) == 1, self.output
+        return self.told[0]
 
 
 class Job:

@@ -90,10 +90,6 @@ def steps_of_checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????"))
 
 
-def lines(done: Finished) -> list[str]:
-    return [line for line in done.output.splitlines() if re.search(r"(^|>:)hvdtrain: ", line)]
-
-
 def tracebacks(done: Finished, launcher: str) -> int:
     """Of ranks; a launcher that is a Python program itself has its own, and tags those of ranks."""
     tag = "" if launcher == "mpirun" else r"\[.*\]<stderr>:"
@@ -110,7 +106,7 @@ def test_a_killed_rank(rank, launcher, untouched, tmp_path):
     job, mark = start(run_dir, "SIGKILL", ranks=[rank], launcher=launcher)
     done = ended_in_time(job, mark)
     assert done.code not in (0, 64, 65, 70, 75, 78), done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert re.search(rf"rank {rank} \(host .*\) is gone at step 4\d", line), line
     assert not tracebacks(done, launcher), done.output
     assert steps_of_checkpoints(run_dir) == [20, 40]
@@ -158,7 +154,7 @@ def test_asked_to_stop(to, launcher, number, untouched, tmp_path):
         assert done.code == 75, done.output
     (step,) = steps_of_checkpoints(run_dir)
     assert 47 <= step < 100
-    (line,) = lines(done)
+    line = done.only_line_told
     # mpirun makes SIGTERM of SIGINT; horovodrun is gone before it can pass on anything.
     reason = {("mpirun", "SIGINT"): "SIGTERM on", ("horovodrun", "SIGTERM"): "the end of horovodrun, noticed by"}
     expected = reason.get((launcher, number), f"{number} on") if to == "the launcher" else f"{number} on"
@@ -193,7 +189,7 @@ def test_asked_to_stop_while_a_rank_waits_for_input(untouched, tmp_path):
     os.kill(job.rank(1), signal.SIGTERM)
     done = ended_in_time(job, mark, within_s=input_s + ENDS_WITHIN_S, ports=ports)
     assert done.code == 75, done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert f"stopped at step 48 of {STEPS} (SIGTERM on rank 1 " in line, line
     assert steps_of_checkpoints(run_dir) == [48]
     goes_on(run_dir, untouched, resumed_from=48)
@@ -208,7 +204,7 @@ def test_a_silent_rank(rank, untouched, tmp_path):
     took_s = time.time() - float(mark.read_text())
     assert STALL_S <= took_s < STALL_S + ENDS_WITHIN_S, f"{took_s:.1f} s\n{done.output}"
     assert done.code == 1, done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert re.search(rf"rank {rank} \(host .*\) has been silent for \d+ s", line), line
     assert not job.processes()
     if rank:
@@ -237,7 +233,7 @@ def test_a_rank_that_is_stopped_for_a_moment(untouched, tmp_path):
     os.kill(pid, signal.SIGCONT)
     done = job.end(60)
     assert done.code == 0, done.output
-    assert not lines(done), done.output
+    assert not done.told, done.output
     equals(run_dir, untouched, None)
 
 
@@ -262,7 +258,7 @@ def test_a_disk_that_is_full_for_a_while(small_disk, untouched):
     job, _ = start(run_dir, "fill", **spec, mark=str(small_disk.parent / "moment"))
     done = job.end(90)
     assert done.code == 0, done.output
-    told = [line for line in lines(done) if "a checkpoint could not be written" in line]
+    told = [line for line in done.told if "a checkpoint could not be written" in line]
     assert len(told) == 2, done.output  # at steps 60 and 80
     assert "No space left" in told[0] or "RESOURCE_EXHAUSTED" in told[0] or "space" in told[0], told[0]
     assert steps_of_checkpoints(run_dir) == [40, 100, STEPS]
@@ -383,7 +379,7 @@ def test_a_changed_weight(tmp_path):
     job, _ = start(tmp_path / "run", "weight", more=["--check-every", "10"])
     done = job.end(90)
     assert done.code == 70, done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert re.search(r"At step 50 variable .* of rank 1 differs", line), line
 
 
@@ -393,6 +389,6 @@ def test_an_exception_in_one_rank(launcher, tmp_path):
     job, mark = start(tmp_path / "run", "exception", launcher=launcher)
     done = ended_in_time(job, mark)
     assert done.code == 1, done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert re.search(r"rank 1 \(host .*\) failed at step 47: ValueError: the step is cursed", line), line
     assert tracebacks(done, launcher) == 1, done.output

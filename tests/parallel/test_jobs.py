@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import LONG, ROOT, Finished, Job, run_job
+from launcher import LONG, ROOT, Job, run_job
 
 TRAIN = [sys.executable, "-m", "hvdtrain"]
 SUMMARY_KEYS = {
@@ -16,11 +16,6 @@ SUMMARY_KEYS = {
     *("examples_per_second", "step_ms", "communication_fraction", "bytes_reduced", "averaging_rounds"),
     *("resumed_from", "weights_sha256"),
 }
-
-
-def told(job: Finished) -> list[str]:
-    """The lines in which a rank tells why the job ended; launchers put a tag before them."""
-    return [line for line in job.output.splitlines() if re.search(r"(^|>:)hvdtrain: ", line)]
 
 
 def weights_sha256(checkpoint: Path) -> str:
@@ -89,8 +84,7 @@ def test_bad_input_is_told_once_and_leaves_nothing(arguments, code, message, tmp
     where = [] if "--run-dir" in arguments and ":" not in arguments else ["--run-dir", str(run_dir)]
     job = run_job([*TRAIN, *where, *filled], ranks=ranks, timeout_s=60)
     assert job.code == code, job.output
-    assert len(told(job)) == 1, job.output
-    assert message in told(job)[0]
+    assert message in job.only_line_told
     assert "Traceback" not in job.output
     assert not run_dir.exists()
     assert [path.name for path in occupied.iterdir()] == ["thesis.txt"]
@@ -148,8 +142,7 @@ def test_diverging_training_is_ended_by_every_rank_and_told_once(launcher, code,
         timeout_s=90,
     )
     assert job.code == code, job.output
-    assert len(told(job)) == 1, job.output
-    assert re.search(r"At step \d+: (the loss|the gradient of .*) on rank \d", told(job)[0])
+    assert re.search(r"At step \d+: (the loss|the gradient of .*) on rank \d", job.only_line_told)
     assert not (tmp_path / "run" / "model.keras").exists()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -290,7 +283,7 @@ def test_an_error_in_ones_own_task_shows_its_traceback(tmp_path):
     path.write_text((ROOT / "examples" / "own_task.py").read_text().replace("table.target[training]", "1 / 0"))
     job = run_job([*TRAIN, "--task", str(path), "--run-dir", str(tmp_path / "run")], ranks=2, timeout_s=90)
     assert job.code == 1, job.output
-    assert len(told(job)) == 1, job.output
+    assert job.only_line_told
     assert job.output.count("Traceback") == 1
     assert f'File "{path}"' in job.output
     assert "ZeroDivisionError: division by zero" in job.output
@@ -299,9 +292,8 @@ def test_an_error_in_ones_own_task_shows_its_traceback(tmp_path):
 def test_missing_files_are_told_once_with_where_to_get_them(tmp_path):
     job = run_job([*TRAIN, "--task", "cifar10", "--data-dir", str(tmp_path)], ranks=2, timeout_s=90, cwd=tmp_path)
     assert job.code == 65, job.output
-    assert len(told(job)) == 1, job.output
-    assert "cs.toronto.edu" in told(job)[0]
-    assert "--make-sample-data" in told(job)[0]
+    assert "cs.toronto.edu" in job.only_line_told
+    assert "--make-sample-data" in job.only_line_told
     assert not (tmp_path / "runs").exists()
 
 
@@ -323,8 +315,7 @@ def test_evaluation_as_checkpoints_appear(tmp_path):
 def test_commands_that_need_a_run(command, tmp_path):
     job = run_job([*TRAIN, command, "--run-dir", str(tmp_path)], ranks=2, timeout_s=60)
     assert job.code == 65, job.output
-    assert len(told(job)) == 1, job.output
-    assert f"--run-dir must be the folder of a run, with its config.json. Received: {tmp_path}" in told(job)[0]
+    assert f"--run-dir must be the folder of a run, with its config.json. Received: {tmp_path}" in job.only_line_told
 
 
 def test_doctor_under_a_launcher():
@@ -373,7 +364,7 @@ def test_bench(tmp_path):
     line = [*TRAIN, "bench", "--output", str(tmp_path), "--blocks", "4", "--block-seconds", "0.2"]
     unsteady = run_job([*line, "--max-spread", "1e-9"], ranks=2, timeout_s=120)
     assert unsteady.code == 1, unsteady.output
-    (reason,) = told(unsteady)
+    reason = unsteady.only_line_told
     assert "ms a step" in reason
     assert "Nothing is reported." in reason
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launcher import LONG, run_job
-from test_faults import TRAIN, ended_in_time, flags, lines, start, steps_of_checkpoints
+from test_faults import TRAIN, ended_in_time, flags, start, steps_of_checkpoints
 
 AT_ONCE = ["--mode", "local", "--average-every", "6"]
 LOCAL = [*AT_ONCE, "--overlap"]
@@ -24,7 +24,7 @@ def test_a_killed_rank_and_going_on(tmp_path):
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGKILL", more=LOCAL)
     done = ended_in_time(job, mark)
-    assert "rank 1" in lines(done)[0], done.output
+    assert "rank 1" in done.told[0], done.output
     again = run_job([*TRAIN, *flags(run_dir, *LOCAL)], ranks=2, timeout_s=90)
     assert again.code == 0, again.output
     one, other = summary_of(tmp_path / "untouched"), summary_of(run_dir)
@@ -37,7 +37,7 @@ def test_a_loss_of_one_rank_that_is_not_finite_ends_the_job(tmp_path):
     job, mark = start(tmp_path / "run", "nan", variable=-1, more=LOCAL)
     done = ended_in_time(job, mark)
     assert done.code == 1, done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert re.search(r"rank 1 \(host .*\) failed at step \d+: NonFiniteError: .*At step 48: the loss on rank 1", line)
 
 
@@ -46,7 +46,7 @@ def test_a_replica_that_is_not_finite_spoils_no_other(tmp_path):
     job, mark = start(tmp_path / "run", "nan", variable=0, after=True, more=AT_ONCE)
     done = ended_in_time(job, mark)
     assert done.code == 1, done.output
-    (line,) = lines(done)
+    line = done.only_line_told
     assert re.search(
         r"parameters must be finite to be averaged\. Received: 1 variable\(s\) of rank 1, 'digits/conv2d", line
     )
