@@ -1,22 +1,34 @@
-"""Started by a launcher on every rank: runs several command lines one after the other, for one start of TensorFlow."""
+"""Started by a launcher on every rank: runs several command lines one after the other, for one start of TensorFlow.
+
+Leaves of each command what this rank has said, and its exit code, in files of the folder.
+"""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import keras
 
+from hvdtrain import process
 from hvdtrain.cli import main
 
 
-def run_all(lines: list[list[str]]) -> int:
-    for line in lines:
+def run_all(lines: list[list[str]], folder: Path) -> None:
+    rank = process.find_launcher().rank
+    for i, line in enumerate(lines):
+        log = os.open(folder / f"command{i}-rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
         keras.utils.clear_session()
-        code = main(line)
-        if code != 0:
-            return code
-    return 0
+        try:
+            code = main(line)
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+        (folder / f"command{i}-rank{rank}.code").write_text(str(code))
 
 
 if __name__ == "__main__":
-    sys.exit(run_all(json.loads(Path(sys.argv[1]).read_text())))
+    run_all(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

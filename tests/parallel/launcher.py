@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 import uuid
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -152,6 +154,22 @@ def run_job(
 ) -> Finished:
     """Runs a command on several ranks."""
     return Job(command, ranks=ranks, launcher=launcher, cwd=cwd).end(timeout_s)
+
+
+def run_commands(lines: Sequence[Sequence[object]], *, ranks: int, folder: Path, timeout_s: float) -> list[Finished]:
+    """Runs command lines of hvdtrain one after the other in one job: what all ranks said, and their exit code."""
+    folder.mkdir()
+    asked = folder / "commands.json"
+    asked.write_text(json.dumps([[str(word) for word in line] for line in lines]))
+    command = [sys.executable, str(TESTS / "commands.py"), str(asked), str(folder)]
+    job = run_job(command, ranks=ranks, timeout_s=timeout_s)
+    said = [[folder / f"command{i}-rank{rank}.log" for rank in range(ranks)] for i in range(len(lines))]
+    outputs = ["".join(log.read_text() for log in each if log.exists()) for each in said]
+    assert job.code == 0, "\n".join([job.output, *map(_tail, outputs)])
+    codes = [{int(log.with_suffix(".code").read_text()) for log in each} for each in said]
+    for code, output in zip(codes, outputs, strict=True):
+        assert len(code) == 1, f"exit codes {code}\n{output}"
+    return [Finished(code.pop(), output) for code, output in zip(codes, outputs, strict=True)]
 
 
 def run_cases(name: str, *more: str, ranks: int, minimum: int, folder: Path, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import LONG, Finished, Job, listening, run_job
+from launcher import LONG, Finished, Job, listening, run_commands, run_job
 
 STEPS, EVERY = 120, 20
 TRAIN = [sys.executable, "-m", "hvdtrain"]
@@ -168,7 +168,6 @@ def test_a_second_signal_ends_it_at_once(untouched, tmp_path):
     """Row 5: while the save that the first one asked for is under way; the checkpoint before it stays whole."""
     run_dir = tmp_path / "run"
     run_job([*TRAIN, *flags(run_dir, "--steps", "20")], ranks=2, timeout_s=90)
-    shutil.copytree(run_dir, tmp_path / "copy")
     job, mark = start(run_dir, "SIGTERM", sync_s=20)
     ports = struck(job, mark)
     time.sleep(1.5)
@@ -339,13 +338,14 @@ def test_places_that_cannot_be_used(tmp_path):
     run_dir = tmp_path / "run"
     job = run_job([*TRAIN, *flags(run_dir, "--steps", "5")], ranks=2, timeout_s=60)
     assert job.code == 0, job.output
+    before, lines = {}, []
     cases = {
         "complete": ([], 0, "holds this run, complete: 5 steps"),
         "other options": (["--learning-rate", "0.5"], 65, "--learning-rate 0.002 before, 0.5 now"),
         "foreign": ([], 65, "which holds something else (thesis.txt)"),
         "newer": (["--steps", "9"], 65, "must be of format 1 or earlier"),
     }
-    for name, (more, code, message) in cases.items():
+    for name, (more, *_) in cases.items():
         place = tmp_path / name.replace(" ", "-")
         shutil.copytree(run_dir, place)
         checkpoints = place / "checkpoints"
@@ -355,12 +355,15 @@ def test_places_that_cannot_be_used(tmp_path):
             (checkpoints / "thesis.txt").write_text("mine")
         elif name == "newer":
             make_newer(checkpoints / "step-00000005")
-        before = everything_in(place)
-        job = run_job([*TRAIN, *flags(place, "--steps", "5", *more)], ranks=2, timeout_s=60)
-        assert job.code == code, (name, job.output)
-        assert message in job.output, (name, job.output)
-        assert "Traceback" not in job.output, (name, job.output)
-        assert everything_in(place) == before, name
+        before[place] = everything_in(place)
+        lines.append(flags(place, "--steps", "5", *more))
+    found = run_commands(lines, ranks=2, folder=tmp_path / "said", timeout_s=90)
+    for done, (name, (_, code, message)) in zip(found, cases.items(), strict=True):
+        assert done.code == code, (name, done.output)
+        assert message in done.output, (name, done.output)
+        assert "Traceback" not in done.output, (name, done.output)
+    for place, content in before.items():
+        assert everything_in(place) == content, place
 
 
 def make_newer(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import LONG, ROOT, Job, run_job
+from launcher import LONG, ROOT, Job, run_commands, run_job
 
 TRAIN = [sys.executable, "-m", "hvdtrain"]
 SUMMARY_KEYS = {
@@ -56,15 +56,51 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
     assert job.output.count(f"step {summary['steps']}  evaluation:") == 1
 
 
+@pytest.fixture
+def occupied(tmp_path) -> Path:
+    folder = tmp_path / "occupied"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    return folder
+
+
+def test_bad_input_is_told_once_and_leaves_nothing(occupied, tmp_path):
+    run_dir, empty = tmp_path / "run", tmp_path / "empty"
+    empty.mkdir()
+    own_task = tmp_path / "broken.py"
+    own_task.write_text((ROOT / "examples" / "own_task.py").read_text().replace("table.target[training]", "1 / 0"))
+    no_run = f"--run-dir must be the folder of a run, with its config.json. Received: {empty}"
+    expected = [
+        (["--run-dir", run_dir, "--task", "nothing"], 64, "--task must name a task (digits, "),
+        (["--run-dir", run_dir, "--batch-size", "0"], 64, "--batch-size must be at least 1. Received: 0"),
+        (["--run-dir", run_dir, "--learning-rate", "fast"], 64, "--learning-rate must be a number. Received: 'fast'"),
+        (["--run-dir", run_dir, "--optimizer", "nothing"], 64, "--optimizer must be"),
+        (["--run-dir", run_dir, "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder. Received: '/no"),
+        (["--run-dir", run_dir, "--task", "cifar10", "--data-dir", empty], 65, "cs.toronto.edu"),
+        (["--run-dir", run_dir, "--task", "cifar10", "--data-dir", empty], 65, "--make-sample-data"),
+        (["--run-dir", run_dir, "--task", own_task], 1, "ZeroDivisionError: division by zero"),
+        (["--run-dir", occupied], 65, "which holds something else"),
+        (["eval", "--run-dir", empty], 65, no_run),
+        (["export", "--run-dir", empty], 65, no_run),
+        (["fly"], 64, "the command must be one of train, eval"),
+    ]
+    found = run_commands([line for line, *_ in expected], ranks=2, folder=tmp_path / "said", timeout_s=120)
+    for done, (line, code, message) in zip(found, expected, strict=True):
+        assert done.code == code, (line, done.output)
+        assert message in done.only_line_told, line
+        traceback = f'File "{own_task}"' if own_task in line else None
+        assert done.output.count("Traceback") == (traceback is not None), (line, done.output)
+        assert traceback is None or traceback in done.output
+    assert not run_dir.exists()
+    assert not list(empty.iterdir())
+    assert [path.name for path in occupied.iterdir()] == ["thesis.txt"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--task", "nothing"], 64, "--task must name a task (digits, "),
-        LONG(["--batch-size", "0"], 64, "--batch-size must be at least 1. Received: 0"),
-        LONG(["--learning-rate", "fast"], 64, "--learning-rate must be a number. Received: 'fast'"),
-        LONG(["--optimizer", "nothing"], 64, "--optimizer must be"),
-        LONG(["--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder. Received: '/nowhere'"),
-        (["--run-dir", "{occupied}"], 65, "which holds something else"),
+        LONG(["--run-dir", "{occupied}"], 65, "which holds something else"),
         # Ranks that were started in different ways; mpirun takes a command for each after a colon.
         (
             ["--seed", "1", ":", "-np", "1", *TRAIN, "--seed", "2", "--run-dir", "{run}"],
@@ -74,10 +110,7 @@ def test_digits_from_the_command_line(launcher, ranks, tmp_path):
         ([":", "-np", "1", *TRAIN, "--steps", "x", "--run-dir", "{run}"], 64, "--steps must be a whole number"),
     ],
 )
-def test_bad_input_is_told_once_and_leaves_nothing(arguments, code, message, tmp_path):
-    occupied = tmp_path / "occupied"
-    occupied.mkdir()
-    (occupied / "thesis.txt").write_text("mine")
+def test_a_job_of_bad_input_ends_with_its_code(arguments, code, message, occupied, tmp_path):
     run_dir = tmp_path / "run"
     filled = [argument.format(occupied=occupied, run=run_dir) for argument in arguments]
     ranks = 1 if ":" in arguments else 2
@@ -278,25 +311,6 @@ def test_example_of_a_run_that_is_killed():
     assert digests[0] == digests[1]
 
 
-def test_an_error_in_ones_own_task_shows_its_traceback(tmp_path):
-    path = tmp_path / "broken.py"
-    path.write_text((ROOT / "examples" / "own_task.py").read_text().replace("table.target[training]", "1 / 0"))
-    job = run_job([*TRAIN, "--task", str(path), "--run-dir", str(tmp_path / "run")], ranks=2, timeout_s=90)
-    assert job.code == 1, job.output
-    assert job.only_line_told
-    assert job.output.count("Traceback") == 1
-    assert f'File "{path}"' in job.output
-    assert "ZeroDivisionError: division by zero" in job.output
-
-
-def test_missing_files_are_told_once_with_where_to_get_them(tmp_path):
-    job = run_job([*TRAIN, "--task", "cifar10", "--data-dir", str(tmp_path)], ranks=2, timeout_s=90, cwd=tmp_path)
-    assert job.code == 65, job.output
-    assert "cs.toronto.edu" in job.only_line_told
-    assert "--make-sample-data" in job.only_line_told
-    assert not (tmp_path / "runs").exists()
-
-
 def test_evaluation_as_checkpoints_appear(tmp_path):
     """In a job of its own, while the run goes on; it ends with the run's last checkpoint."""
     run_dir = tmp_path / "run"
@@ -309,13 +323,6 @@ def test_evaluation_as_checkpoints_appear(tmp_path):
     told_steps = [json.loads(line)["step"] for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
     assert told_steps[-1] == 120
     assert told_steps == sorted(set(told_steps))
-
-
-@pytest.mark.parametrize("command", ["eval", "export"])
-def test_commands_that_need_a_run(command, tmp_path):
-    job = run_job([*TRAIN, command, "--run-dir", str(tmp_path)], ranks=2, timeout_s=60)
-    assert job.code == 65, job.output
-    assert f"--run-dir must be the folder of a run, with its config.json. Received: {tmp_path}" in job.only_line_told
 
 
 def test_doctor_under_a_launcher():
