@@ -374,13 +374,18 @@ def unreduced(gradients: Sequence[Gradient]) -> Reduced:
             for gradient, message in zip(gradients, messages, strict=True)
         ]
 
-    own = [each.values if is_sparse(each) else each for each in gradients]
+    own = [values_of(each) for each in gradients]
     return Reduced(own, own, unpack)
 
 
 def is_sparse(gradient: Gradient) -> bool:
     """True for that of an embedding, which holds the rows that were used."""
     return isinstance(gradient, tf.IndexedSlices)
+
+
+def values_of(gradient: Gradient) -> tf.Tensor:
+    """Its numbers: of a sparse one those of the rows that were used."""
+    return gradient.values if is_sparse(gradient) else gradient
 
 
 def with_values(sparse: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives import Collectives, Gradient, Reduced, is_sparse
+from hvdtrain.collectives import Collectives, Gradient, Reduced, values_of
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.optimizer import distribution_of, leaves
 from hvdtrain.timing.step_times import StepTimes
@@ -117,8 +117,8 @@ class GradientWatch:
         positions = [[self._positions[id(variable)]] for variable in variables]
 
         def note_culprits() -> None:
-            own = [each.values if is_sparse(each) else each for each in reduced.unpack(reduced.sent)]
-            flags.scatter_nd_update(positions, [tf.reduce_all(tf.math.is_finite(each)) for each in own])
+            own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(reduced.sent)]
+            flags.scatter_nd_update(positions, [tf.reduce_all(each) for each in own])
 
         def skip() -> tf.Tensor:
             note_culprits()

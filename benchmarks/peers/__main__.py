@@ -1,13 +1,14 @@
-"""hvdtrain's step against those of its peers: the same networks and batches, job after job, in turn.
+"""hvdtrain's step against those of its peers: the same networks and batches, in turn.
 
     launch/run python benchmarks/peers
     launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
 
 Prints each peer's time of a step over hvdtrain's in the same round: median, and range over the rounds. A number above 1
-says that hvdtrain is faster. All draw their batch from an iterator over one, but for PyTorch, which has it at hand. Of
-the cases of one peer (one or ten steps in a compiled call; an allreduce for each gradient or one for all) that with the
-shortest median counts. Keeps the last result for each number of ranks in results/peers.json, and draws
-results/peers.png.
+says that hvdtrain is faster. Raw Horovod runs in hvdtrain's job, block after block; each other peer in a job of its
+own, and two jobs of the same steps differ by a tenth and more. All draw their batch from an iterator over one, but for
+PyTorch, which has it at hand. Of the cases of one peer (one or ten steps in a compiled call; an allreduce for each
+gradient or one for all) that with the shortest median counts. Keeps the last result for each number of ranks in
+results/peers.json, and draws results/peers.png.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+
+Process = tuple[list[str], dict[str, str]]
+"""A command line, and what it has in its environment besides what this process has."""
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -27,8 +30,6 @@ from samples import BATCH_SIZES
 
 RESULTS = HERE.parent / "results"
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-# By hand; hvdtrain sets the same by itself, but on one rank, where it reduces nothing and raw Horovod still does.
-TUNED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"}
 
 
 def free_ports(count: int) -> list[int]:
@@ -39,22 +40,21 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def by_mpirun(script: str, ranks: int, env: dict[str, str]) -> list[tuple[list[str], dict[str, str]]]:
-    return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], env)]
-
-
-def by_itself(python: str, script: str, ranks: int) -> Iterator[tuple[list[str], dict[str, str]]]:
+def by_itself(python: str, script: str, ranks: int) -> list[Process]:
     """A process for each rank, with what TensorFlow's and PyTorch's own strategies want to be told."""
+    processes = []
     ports = free_ports(ranks)
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
     for rank in range(ranks):
         task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        yield [python, str(HERE / script)], {**place, "TF_CONFIG": task, "WORKERS": str(ranks)}
+        env = {**place, "TF_CONFIG": task, "WORKERS": str(ranks)}
+        processes.append(([python, str(HERE / script)], env))
+    return processes
 
 
-def run(processes: list[tuple[list[str], dict[str, str]]], networks: list[str]) -> dict[str, float]:
-    """What the first process prints."""
+def run(processes: list[Process], networks: list[str]) -> dict[str, dict[str, float]]:
+    """What the first process prints: milliseconds by peer and case."""
     common = {**os.environ, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "NETWORKS": " ".join(networks)}
     jobs = [
         subprocess.Popen(command, env={**common, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -68,14 +68,13 @@ def run(processes: list[tuple[list[str], dict[str, str]]], networks: list[str]) 
     return json.JSONDecoder().raw_decode(found[0])[0]
 
 
-def jobs_for(ranks: int, torch_python: str | None) -> dict[str, list[tuple[list[str], dict[str, str]]]]:
-    jobs = {"hvdtrain": by_mpirun("hvdtrain_steps.py", ranks, {})}
-    jobs["raw Horovod, tuned"] = by_mpirun("raw_horovod.py", ranks, TUNED)
-    jobs["MultiWorkerMirrored"] = list(by_itself(sys.executable, "multi_worker.py", ranks))
+def jobs_for(ranks: int, torch_python: str | None) -> list[list[Process]]:
+    jobs = [[([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / "horovod_steps.py")], {})]]
+    jobs.append(by_itself(sys.executable, "multi_worker.py", ranks))
     if torch_python is not None:
-        jobs["PyTorch DDP"] = list(by_itself(torch_python, "torch_ddp.py", ranks))
+        jobs.append(by_itself(torch_python, "torch_ddp.py", ranks))
     if ranks == 1:
-        jobs["Keras"] = list(by_itself(sys.executable, "keras_alone.py", 1))
+        jobs.append(by_itself(sys.executable, "keras_alone.py", 1))
     return jobs
 
 
@@ -89,7 +88,7 @@ def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     networks = sorted({network for peers in ratios.values() for network in peers})
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(ratios)
     for i, (peer, found) in enumerate(ratios.items()):
@@ -99,7 +98,7 @@ def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks([j + 0.4 - width / 2 for j in range(len(networks))], networks)
     axes.set_ylabel("time of a step over hvdtrain's")
-    axes.legend(ncols=2)
+    figure.legend(ncols=3, loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 
@@ -117,8 +116,9 @@ def main() -> None:
     for ranks in arguments.ranks:
         rounds: dict[str, list[dict[str, float]]] = {}
         for _ in range(arguments.rounds):
-            for peer, processes in jobs_for(ranks, arguments.torch_python).items():
-                rounds.setdefault(peer, []).append(run(processes, arguments.networks))
+            for processes in jobs_for(ranks, arguments.torch_python):
+                for peer, step_ms in run(processes, arguments.networks).items():
+                    rounds.setdefault(peer, []).append(step_ms)
         for peer, found in rounds.items():
             steps = {case: [each[case] for each in found] for case in found[0]}
             results.setdefault(f"{ranks} rank(s)", {}).setdefault(peer, {}).update(steps)

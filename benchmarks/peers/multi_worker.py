@@ -62,4 +62,4 @@ def most(value: int) -> int:
 
 
 blocks = {f"{name}, {k} a call": block_of(name, k) for name in NETWORKS for k in (1, 10)}
-measure(blocks, barrier, most)
+measure({"MultiWorkerMirrored": blocks}, barrier, most)
