@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launcher import LONG, ROOT, Job, run_commands, run_job
+from launcher import LONG, ROOT, Finished, Job, run_commands, run_job
 
 TRAIN = [sys.executable, "-m", "hvdtrain"]
 SUMMARY_KEYS = {
@@ -344,6 +344,16 @@ def test_the_fixture_fails_on_a_hang_an_error_and_an_empty_run(tmp_path):
     skipped = Path(tmp_path / "skipped.xml")
     skipped.write_text('<testsuites><testsuite tests="5" failures="1" errors="0" skipped="3"/></testsuites>')
     assert executed_tests(skipped) == 1
+
+
+def test_a_line_is_found_within_one_that_horovod_writes_in_pieces():
+    output = (
+        "[0]<stderr>:[hvdtrain: rank 1 is gone\n[0]<stderr>:2026-01-01 00:00:00: E operations.cc:697] [0]: failed\n"
+    )
+    assert Finished(1, output).only_line_told == "hvdtrain: rank 1 is gone"
+    for other in ("", output * 2):
+        with pytest.raises(AssertionError):
+            _ = Finished(1, other).only_line_told
 
 
 def test_trying_settings_leaves_no_trace(tmp_path):
