@@ -236,11 +236,14 @@ class HorovodCollectives:
             tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
             packing = packing_of(tensors, groups)
             packed = packing.pack(tensors)
+            # With one core nothing is hidden behind the backward pass: a message sent meanwhile interrupts it.
+            sent_together = self.size == self.local_size and process.computes_on_one_core()
             # Named, or Horovod would name them after the graph, which need not be the same on all ranks.
-            messages = [
-                hvd.allreduce(each, op=reduce_op, compression=compressor, name=f"{name}_{i}", **self._among)
-                for i, each in enumerate(packed)
-            ]
+            with tf.control_dependencies(packed if sent_together else []):
+                messages = [
+                    hvd.allreduce(each, op=reduce_op, compression=compressor, name=f"{name}_{i}", **self._among)
+                    for i, each in enumerate(packed)
+                ]
             gathered = [hvd.allreduce(gradients[i], op=reduce_op, **self._among) for i in sparse]
 
             def unpack(messages: Sequence[tf.Tensor]) -> list[Gradient]:

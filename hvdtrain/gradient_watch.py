@@ -66,10 +66,15 @@ class GradientWatch:
         self._times = times
         self._copy_every = copy_every
         self._compression_error_every = compression_error_every
-        self._squared_norms = [tf.Variable(0.0, trainable=False) for _ in self._leaves]
+        self._half_squared_norms = [tf.Variable(0.0, trainable=False) for _ in self._leaves]
         self._skipped = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._compression_error = tf.Variable(0.0, trainable=False)
         self._loss_was_finite = tf.Variable(True, trainable=False)
+        """When culprits were last looked for."""
+        self._finite_so_far = tf.Variable(True, trainable=False)
+        """Whether the loss is, in the micro-batches of the step under way; for steps of several."""
+        self._loss_is_finite: tf.Tensor | bool = True
+        """While a step is traced."""
         # By the identity of the variable: two layers may have the same path.
         self._positions: dict[int, int] = {}
         self._finite: tf.Variable | None = None
@@ -89,9 +94,9 @@ class GradientWatch:
         distribution.applies = self.applies
 
         def observe(reduced: Reduced, variables: Sequence[keras.Variable]) -> list[Gradient]:
-            squared_norm = 2.0 * tf.add_n([tf.cast(tf.nn.l2_loss(each), tf.float32) for each in reduced.messages])
-            self._times.note_reduction(reduced.sent, after=squared_norm)
-            self._squared_norms[index].assign(squared_norm)
+            half = tf.add_n([tf.cast(tf.nn.l2_loss(each), tf.float32) for each in reduced.messages])
+            self._times.note_reduction(reduced.sent, after=half)
+            self._half_squared_norms[index].assign(half)
             step = self._times.step_under_way()
             if self._copy_every:
                 keras.ops.cond(
@@ -100,7 +105,7 @@ class GradientWatch:
             if self._compresses:
                 is_due = step % self._compression_error_every == 0
                 keras.ops.cond(is_due, lambda: self._measure_compression(reduced.sent), lambda: None)
-            finite = tf.math.is_finite(squared_norm)
+            finite = tf.math.is_finite(half)
             return self._decide(finite, reduced, variables, distribution.applies)
 
         distribution.observer = observe
@@ -119,6 +124,7 @@ class GradientWatch:
         def note_culprits() -> None:
             own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(reduced.sent)]
             flags.scatter_nd_update(positions, [tf.reduce_all(each) for each in own])
+            self._loss_was_finite.assign(self._loss_is_finite)
 
         def skip() -> tf.Tensor:
             note_culprits()
@@ -127,7 +133,7 @@ class GradientWatch:
 
         def stop() -> tf.Tensor:
             note_culprits()
-            with tf.control_dependencies([flags.read_value()]):
+            with tf.control_dependencies([flags.read_value(), self._loss_was_finite.read_value()]):
                 tf.debugging.Assert(False, [_NOT_FINITE])
             return tf.constant(False)
 
@@ -162,16 +168,20 @@ class GradientWatch:
             if self._copy_every:
                 self._copies[id(variable)] = tf.Variable(tf.zeros(variable.shape, tf.float32), trainable=False)
 
-    def poison(self, loss: tf.Tensor, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
-        """Writes NaN into the smallest gradient where the loss is not finite, for the average to carry to all ranks."""
+    def poison(self, loss: tf.Tensor | None, gradients: Sequence[Gradient | None]) -> list[Gradient | None]:
+        """Writes NaN into the smallest gradient where the loss is not finite, for the average to carry to all ranks.
+
+        Args:
+            loss: None where a train_step of the user's own does not tell.
+        """
         result = list(gradients)
         dense = [i for i, gradient in enumerate(result) if isinstance(gradient, tf.Tensor)]
-        if dense:
-            finite = tf.math.is_finite(loss)
-            # Over the micro-batches of the step; and noted before anything that raises because of it.
-            self._loss_was_finite.assign(finite & (self._times.begins_step() | self._loss_was_finite))
-            with tf.control_dependencies([self._loss_was_finite.read_value()]):
-                finite = tf.identity(finite)
+        self._loss_is_finite = True
+        if loss is not None and dense:
+            finite = self._loss_is_finite = tf.math.is_finite(loss)
+            if self._times.micro_batches_per_step > 1:
+                self._finite_so_far.assign(finite & (self._times.begins_step() | self._finite_so_far))
+                self._loss_is_finite = self._finite_so_far.read_value()
             smallest = min(dense, key=lambda i: result[i].shape.num_elements() or np.inf)  # type: ignore[union-attr]
             gradient = result[smallest]
             result[smallest] = tf.where(finite, gradient, tf.constant(np.nan, gradient.dtype))  # type: ignore[union-attr]
@@ -179,7 +189,7 @@ class GradientWatch:
 
     def norm(self) -> float:
         """The global norm of the last averaged gradient, before clipping."""
-        return float(np.sqrt(sum(float(each.numpy()) for each in self._squared_norms)))
+        return float(np.sqrt(2 * sum(float(each.numpy()) for each in self._half_squared_norms)))
 
     def skipped_steps(self) -> int:
         """Steps that were skipped so far, the same on every rank."""

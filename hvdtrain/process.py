@@ -33,9 +33,10 @@ _PROC = Path("/proc")
 # Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
 # Open MPI polls without pause: where ranks fill the cores, Horovod's background thread took a third
 # of the machine. Horovod looks for work every millisecond by default, as long as a small model's step; to
-# look every 0.1 ms takes 15 % of a core, and a rank that is alone never has work for it.
+# look every 0.1 ms takes 15 % of a core, and a rank that is alone never has work for it. To look is a message
+# to every other rank: where that does not leave the host and each rank has a core, it may be more often.
 _MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-_CYCLE_MS, _CYCLE_ALONE_MS = "0.1", "5"
+_CYCLE_MS, _CYCLE_WITHIN_HOST_MS, _CYCLE_ALONE_MS = "0.1", "0.02", "5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Launcher:
     def is_alone(self) -> bool:
         """True for a job of one rank, as far as is known: PMI may not say how many there are."""
         return self.size == 1 and self.name != "PMI"
+
+    @property
+    def is_within_host(self) -> bool:
+        """True where several ranks are known to be on one host."""
+        return 1 < self.size == self.local_size
 
 
 def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
@@ -81,8 +87,11 @@ def find_launcher(env: Mapping[str, str] | None = None) -> Launcher:
 def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:
     """The variables to set before TensorFlow, MPI and Horovod start; never one that is set already."""
     defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **_MPI_DEFAULTS}
-    if not find_launcher(env).is_alone:
-        defaults["HOROVOD_CYCLE_TIME"] = _CYCLE_MS
+    launcher = find_launcher(env)
+    if not launcher.is_alone:
+        has_core_each = launcher.bound_to_cores or launcher.size <= usable_cores()
+        often = launcher.is_within_host and has_core_each
+        defaults["HOROVOD_CYCLE_TIME"] = _CYCLE_WITHIN_HOST_MS if often else _CYCLE_MS
     if (Path(environment_root) / "lib" / "libmpi.so.40").exists():
         # Open MPI's wheel was configured for another folder; only its mpirun finds that out by itself.
         defaults["OPAL_PREFIX"] = environment_root
@@ -131,13 +140,31 @@ def allow_process_groups() -> None:
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
-def fix_fusion() -> None:
-    """Keeps Horovod from choosing by timing which tensors share a buffer.
+def choose_fusion(launcher: Launcher, deterministic: bool) -> None:
+    """Decides whether Horovod copies messages that are ready together into one buffer; before it starts.
 
-    With three or more ranks a ring adds each element in an order that depends on its place in the
-    buffer, so that runs would differ in the last bit.
+    Within a host to copy a message takes as long as to send it, so that each goes by itself, unless the user says
+    otherwise. In deterministic mode each has to: with three or more ranks a ring adds each element in an order that
+    depends on its place in the buffer, so that runs would differ in the last bit.
     """
-    os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
+    name = "HOROVOD_FUSION_THRESHOLD"
+    if deterministic:
+        os.environ[name] = "0"
+    elif launcher.is_within_host and not _has_gpu():
+        os.environ.setdefault(name, "0")
+
+
+def computes_on_one_core() -> bool:
+    """Whether this rank has one thread to compute with and no GPU: what runs beside its step only delays it."""
+    import tensorflow as tf
+
+    return bool(tf.config.threading.get_intra_op_parallelism_threads() == 1) and not _has_gpu()
+
+
+def _has_gpu() -> bool:
+    import tensorflow as tf
+
+    return bool(tf.config.list_physical_devices("GPU"))
 
 
 def stdout_is_terminal() -> bool:

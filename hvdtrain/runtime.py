@@ -78,13 +78,13 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None, proce
             "hvdtrain before keras."
         )
     if deterministic:
-        process.fix_fusion()
         tf.config.experimental.enable_op_determinism()
     if process_groups:
         process.allow_process_groups()
     if timeline is not None:
         process.trace_reductions(timeline)
     launcher = process.find_launcher()
+    process.choose_fusion(launcher, deterministic)
     collectives = HorovodCollectives(launcher)
     device = process.configure_devices(collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores)
     topology = Topology(

@@ -108,7 +108,7 @@ class CompiledSteps:
             return scale_loss(loss)
 
         def apply_watched(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            if self._watch is not None and self._loss is not None:
+            if self._watch is not None:
                 grads = self._watch.poison(self._loss, grads)
             apply(grads, trainable_variables)
 

@@ -34,13 +34,15 @@ class StepTimes:
     """
 
     def __init__(self, micro_batches_per_step: int):
-        self._micro_batches_per_step = micro_batches_per_step
+        self.micro_batches_per_step = micro_batches_per_step
         with tf.device("CPU"):
             self._rows = tf.Variable(tf.zeros([_CAPACITY, 3], tf.float64), trainable=False)
             self._micro_batches = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._began, self._waited, self._ready, self._reducing = (
                 tf.Variable(0.0, dtype=tf.float64, trainable=False) for _ in range(4)
             )
+        # While a micro-batch is traced: when its step began, and how long that waited for input.
+        self._input: tuple[Any, Any] = self._began, self._waited
         self._drained = 0
 
     @property
@@ -50,18 +52,18 @@ class StepTimes:
 
     def restore(self, steps: int) -> None:
         """Goes on counting from there."""
-        self._micro_batches.assign(steps * self._micro_batches_per_step)
+        self._micro_batches.assign(steps * self.micro_batches_per_step)
         self._drained = steps
 
     def step_under_way(self) -> tf.Tensor:
         """The number of the step that is being made, from 1; to be read in the compiled step."""
-        return self._micro_batches // self._micro_batches_per_step + 1
+        return self._micro_batches // self.micro_batches_per_step + 1
 
     def begins_step(self) -> tf.Tensor:
         """True in the first micro-batch of a step; to be read in the compiled step."""
-        if self._micro_batches_per_step == 1:
+        if self.micro_batches_per_step == 1:
             return tf.constant(True)
-        return self._micro_batches % self._micro_batches_per_step == 0
+        return self._micro_batches % self.micro_batches_per_step == 0
 
     def next_batch(self, iterator: Any) -> Any:
         """The iterator's next element; to be called at the start of each micro-batch, in the compiled step."""
@@ -76,12 +78,11 @@ class StepTimes:
             # Nothing that computes may come before the time is taken: it could be queued behind.
             with tf.control_dependencies([waited]):
                 batch = tf.nest.map_structure(tf.identity, batch, expand_composites=True)
-            if self._micro_batches_per_step == 1:
-                self._began.assign(began)
-                self._waited.assign(waited)
-            else:
+            self._input = began, waited
+            if self.micro_batches_per_step > 1:
                 self._began.assign(tf.where(is_first, began, self._began))
                 self._waited.assign(tf.where(is_first, waited, self._waited + waited))
+                self._input = self._began, self._waited
         return batch
 
     def note_reduction(self, sent: Sequence[tf.Tensor], after: tf.Tensor) -> None:
@@ -104,8 +105,9 @@ class StepTimes:
         """To be called at the end of each micro-batch, in the compiled step."""
         with tf.device("CPU"):
             # Rows of micro-batches that complete no step are written over by the next.
-            row = (self._micro_batches // self._micro_batches_per_step) % _CAPACITY
-            times = tf.stack([self._waited, self._ready - self._began, self._reducing])
+            row = (self._micro_batches // self.micro_batches_per_step) % _CAPACITY
+            began, waited = self._input
+            times = tf.stack([waited, self._ready - began, self._reducing])
             self._rows.scatter_nd_update([[row]], [times])
             self._micro_batches.assign_add(1)
 
@@ -114,7 +116,7 @@ class StepTimes:
 
         Steps without a reduction (an overflow was skipped) have NaN for the last two.
         """
-        steps = self.micro_batches // self._micro_batches_per_step
+        steps = self.micro_batches // self.micro_batches_per_step
         numbers = np.arange(max(self._drained, steps - _CAPACITY), steps)
         self._drained = steps
         rows = self._rows.numpy()[numbers % _CAPACITY]

@@ -8,7 +8,7 @@ from keras import layers
 from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
 
 import hvdtrain
-from hvdtrain import runtime
+from hvdtrain import process, runtime
 
 TOPOLOGY = hvdtrain.init()
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -208,6 +208,25 @@ def test_small_gradients_travel_together(groups):
         assert each.numpy() == pytest.approx(np.mean([rank[i] for rank in everyone], axis=0), abs=1e-6)
     for mine, sent in zip(own, reduced.unpack(reduced.sent), strict=True):
         assert np.array_equal(mine, sent)
+
+
+@pytest.mark.parametrize("one_core", [True, False])
+def test_messages_wait_for_each_other_where_nothing_can_hide_them(one_core, monkeypatch):
+    monkeypatch.setattr(process, "computes_on_one_core", lambda: one_core)
+    reduce = COLLECTIVES.gradient_reducer(
+        name=f"waiting_{one_core}", op="average", compression="none", groups=2, sparse_as_dense=False
+    )
+
+    @tf.function
+    def reduced(first, second):
+        return reduce([first, second]).gradients
+
+    graph = reduced.get_concrete_function(tf.zeros(3), tf.zeros(4)).graph
+    sent = [each for each in graph.get_operations() if each.type == "HorovodAllreduce"]
+    # The other message: its own it waits for anyway.
+    assert [len(each.control_inputs) for each in sent] == [int(one_core)] * 2
+    for each in reduced(tf.fill([3], float(RANK)), tf.fill([4], float(RANK))):
+        assert each.numpy() == pytest.approx((SIZE - 1) / 2)
 
 
 def test_variables_without_gradient():

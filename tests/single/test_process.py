@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+import tensorflow as tf
 
 from hvdtrain import process
 from hvdtrain.process import Launcher
@@ -64,7 +65,7 @@ def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
     monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     unknown = {"PMIX_RANK": "0"}
-    for env in (several, unknown):
+    for env in (several, several | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, unknown):
         assert process.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == "0.1"
         with process.horovod_start_environment(process.find_launcher(env)):
             assert "HOROVOD_CYCLE_TIME" not in os.environ
@@ -76,6 +77,51 @@ def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
     with process.horovod_start_environment(process.find_launcher({})):
         assert os.environ["HOROVOD_CYCLE_TIME"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("cores", "bound", "cycle_ms"), [(2, False, "0.02"), (64, False, "0.02"), (1, False, "0.1"), (1, True, "0.02")]
+)
+def test_horovod_looks_for_work_most_often_where_ranks_of_one_host_have_a_core_each(
+    cores, bound, cycle_ms, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(process, "usable_cores", lambda: cores)
+    env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    env |= {"OMPI_MCA_orte_bound_at_launch": "1"} if bound else {}
+    assert process.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == cycle_ms
+
+
+_ONE_HOST, _TWO_HOSTS = Launcher("Open MPI", 0, 2, 2, False), Launcher("Open MPI", 0, 4, 2, False)
+_NOT_TOLD, _ALONE = Launcher("PMI", 0, 2, None, False), Launcher("none", 0, 1, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "gpus", "deterministic", "given", "threshold"),
+    [
+        (_ONE_HOST, [], False, None, "0"),
+        (_ONE_HOST, [], False, "1000", "1000"),
+        (_ONE_HOST, ["GPU:0"], False, None, None),
+        (_TWO_HOSTS, [], False, None, None),
+        (_NOT_TOLD, [], False, None, None),
+        (_ALONE, [], False, None, None),
+        (_TWO_HOSTS, ["GPU:0"], True, "1000", "0"),
+    ],
+)
+def test_horovod_copies_messages_together_where_that_pays(launcher, gpus, deterministic, given, threshold, monkeypatch):
+    environment = {"HOROVOD_FUSION_THRESHOLD": given} if given else {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    process.choose_fusion(launcher, deterministic)
+    assert environment.get("HOROVOD_FUSION_THRESHOLD") == threshold
+
+
+@pytest.mark.parametrize(
+    ("threads", "gpus", "one"), [(1, [], True), (2, [], False), (0, [], False), (1, ["GPU:0"], False)]
+)
+def test_a_rank_with_one_core_is_told(threads, gpus, one, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: threads)
+    assert process.computes_on_one_core() == one
 
 
 def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
