@@ -19,6 +19,8 @@ SETTINGS = {
     "yield": {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "1"},
     "yield, cycle 0.1 ms": {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"},
     "yield, cycle 0.5 ms": {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.5"},
+    "cycle 0.1 ms, fusion": {"HOROVOD_CYCLE_TIME": "0.1", "HOROVOD_FUSION_THRESHOLD": str(128 << 20)},
+    "fusion": {"HOROVOD_FUSION_THRESHOLD": str(128 << 20)},
     "hvdtrain's defaults": {},
 }
 CASES = {
