@@ -3,74 +3,35 @@
     launch/run python benchmarks/peers
     launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
 
-Prints each peer's time of a step over hvdtrain's in the same round: median, and range over the rounds. A number above 1
-says that hvdtrain is faster. Raw Horovod runs in hvdtrain's job, block after block; each other peer in a job of its
-own, and two jobs of the same steps differ by a tenth and more. All draw their batch from an iterator over one, but for
-PyTorch, which has it at hand. Of the cases of one peer (one or ten steps in a compiled call; an allreduce for each
-gradient or one for all) that with the shortest median counts. Keeps the last result for each number of ranks in
-results/peers.json, and draws results/peers.png.
+Prints each peer's time of a step over hvdtrain's in the same turn: median, and range of the middle half of all turns.
+A number above 1 says that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; each other peer has a job of its
+own. The jobs of one network are alive together, and while one makes its blocks of steps the others wait; each
+is started anew some times, for two models of the same steps differ by some percent for as long as they live. All draw
+their batch from an iterator over one, but for PyTorch, which has it at hand. Of the cases of one peer (one or ten
+steps in a compiled call; an allreduce for each gradient or one for all) that with the shortest median counts. On 4
+ranks, also the examples per second of all ranks over those of 2. Keeps the last result for each number of ranks and
+network in results/peers.json, and draws results/peers.png.
 """
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-
-Process = tuple[list[str], dict[str, str]]
-"""A command line, and what it has in its environment besides what this process has."""
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from jobs import Job, Process, Steps, by_itself, under_mpirun
 from samples import BATCH_SIZES
 
 RESULTS = HERE.parent / "results"
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
-
-
-def by_itself(python: str, script: str, ranks: int) -> list[Process]:
-    """A process for each rank, with what TensorFlow's and PyTorch's own strategies want to be told."""
-    processes = []
-    ports = free_ports(ranks)
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-    for rank in range(ranks):
-        task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        env = {**place, "TF_CONFIG": task, "WORKERS": str(ranks)}
-        processes.append(([python, str(HERE / script)], env))
-    return processes
-
-
-def run(processes: list[Process], networks: list[str]) -> dict[str, dict[str, float]]:
-    """What the first process prints: milliseconds by peer and case."""
-    common = {**os.environ, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3", "NETWORKS": " ".join(networks)}
-    jobs = [
-        subprocess.Popen(command, env={**common, **env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command, env in processes
-    ]
-    outputs = [job.communicate(timeout=900)[0] for job in jobs]
-    found = [line.partition("RESULT ")[2] for line in outputs[0].splitlines() if "RESULT " in line]
-    if any(job.returncode for job in jobs) or not found:
-        sys.exit(f"{processes[0][0]} failed:\n" + "\n".join(outputs)[-4000:])
-    # Another rank may have said its own in the same line.
-    return json.JSONDecoder().raw_decode(found[0])[0]
+FEWER = "hvdtrain on 2 ranks"
 
 
 def jobs_for(ranks: int, torch_python: str | None) -> list[list[Process]]:
-    jobs = [[([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / "horovod_steps.py")], {})]]
-    jobs.append(by_itself(sys.executable, "multi_worker.py", ranks))
+    jobs = [under_mpirun("horovod_steps.py", ranks), by_itself(sys.executable, "multi_worker.py", ranks)]
     if torch_python is not None:
         jobs.append(by_itself(torch_python, "torch_ddp.py", ranks))
     if ranks == 1:
@@ -78,10 +39,34 @@ def jobs_for(ranks: int, torch_python: str | None) -> list[list[Process]]:
     return jobs
 
 
-def steps_of_fastest(rounds: list[dict[str, float]], network: str) -> list[float]:
-    """The step of each round, in the case of the network that is fastest by its median."""
-    cases = [case for case in rounds[0] if case.startswith(f"{network},")]
-    return min(([each[case] for each in rounds] for case in cases), key=statistics.median)
+def take_turns(network: str, ranks: int, num_turns: int, torch_python: str | None) -> list[Steps]:
+    """Starts all jobs, and has each make its blocks, one after the other."""
+    turns: list[Steps] = []
+    with ExitStack() as stack:
+
+        def start(processes: list[Process]) -> Job:
+            job = Job(processes, network, num_turns)
+            stack.callback(job.end)
+            return job
+
+        jobs = [start(processes) for processes in jobs_for(ranks, torch_python)]
+        fewer = [start(under_mpirun("horovod_steps.py", 2))] if ranks == 4 else []
+        for _ in range(num_turns):
+            steps = {peer: found for job in jobs for peer, found in job.turn().items()}
+            for job in fewer:
+                steps[FEWER] = job.turn()["hvdtrain"]
+            turns.append(steps)
+    return turns
+
+
+def steps_of_fastest(turns: list[Steps], peer: str) -> list[float]:
+    """The step of each turn, in the case that is fastest by its median."""
+    return min(([each[peer][case] for each in turns] for case in turns[0][peer]), key=statistics.median)
+
+
+def told(values: list[float]) -> str:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{median:.3f} ({low:.3f} to {high:.3f})"
 
 
 def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -105,7 +90,8 @@ def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5, help="of each start")
     parser.add_argument("--networks", nargs="*", default=list(BATCH_SIZES), choices=BATCH_SIZES)
     parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
     arguments = parser.parse_args()
@@ -114,23 +100,24 @@ def main() -> None:
     results: dict[str, dict[str, dict[str, list[float]]]] = before.get("step_ms", {})
     ratios: dict[str, dict[str, list[float]]] = before.get("over_hvdtrain", {})
     for ranks in arguments.ranks:
-        rounds: dict[str, list[dict[str, float]]] = {}
-        for _ in range(arguments.rounds):
-            for processes in jobs_for(ranks, arguments.torch_python):
-                for peer, step_ms in run(processes, arguments.networks).items():
-                    rounds.setdefault(peer, []).append(step_ms)
-        for peer, found in rounds.items():
-            steps = {case: [each[case] for each in found] for case in found[0]}
-            results.setdefault(f"{ranks} rank(s)", {}).setdefault(peer, {}).update(steps)
         for network in arguments.networks:
-            own = steps_of_fastest(rounds["hvdtrain"], network)
+            starts = range(arguments.starts)
+            turns = [
+                turn for _ in starts for turn in take_turns(network, ranks, arguments.turns, arguments.torch_python)
+            ]
+            own = steps_of_fastest(turns, "hvdtrain")
             print(f"{ranks} rank(s), {network}: hvdtrain {statistics.median(own):.3f} ms", flush=True)
-            for peer in [peer for peer in rounds if peer != "hvdtrain"]:
-                theirs = steps_of_fastest(rounds[peer], network)
-                values = [other / mine for other, mine in zip(theirs, own, strict=True)]
+            for peer, cases in turns[0].items():
+                steps = {f"{network}, {case}": [turn[peer][case] for turn in turns] for case in cases}
+                results.setdefault(f"{ranks} rank(s)", {}).setdefault(peer, {}).update(steps)
+                if peer == "hvdtrain":
+                    continue
+                values = [other / mine for other, mine in zip(steps_of_fastest(turns, peer), own, strict=True)]
                 ratios.setdefault(f"{peer}, {ranks} rank(s)", {})[network] = values
-                told = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
-                print(f"{ranks} rank(s), {network}: {peer} takes {told} times as long", flush=True)
+                print(f"{ranks} rank(s), {network}: {peer} takes {told(values)} times as long", flush=True)
+                if peer == FEWER:
+                    more = [ranks / 2 * value for value in values]
+                    print(f"{ranks} rank(s), {network}: {told(more)} of the examples/s of 2 ranks", flush=True)
     RESULTS.mkdir(exist_ok=True)
     kept.write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
     draw(ratios, RESULTS / "peers.png")

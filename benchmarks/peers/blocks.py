@@ -2,13 +2,14 @@
 
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-NETWORKS = os.environ["NETWORKS"].split()
-"""The names of those that are asked for."""
-_BLOCKS = 4
+NETWORK = os.environ["NETWORK"]
+"""The name of the one that is asked for."""
+_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+_TURNS = Path(os.environ["TURNS"])
 _BLOCK_S = 0.4
 UNIT = 10
 """Blocks have a multiple of so many steps, for cases with as many in a call."""
@@ -17,20 +18,20 @@ Block = Callable[[int], None]
 """Makes so many steps, and returns when they are made."""
 
 
+def stand_still_between_turns() -> None:
+    """Has this process stopped while it is not its job's turn, for it would be busy then too."""
+    (_TURNS / f"pid-{os.getpid()}").touch()
+
+
 def measure(peers: dict[str, dict[str, Block]], barrier: Callable[[], None], most: Callable[[int], int]) -> None:
-    """Prints as JSON what a step takes, in milliseconds, by peer and case: the median of blocks, made in turn.
+    """Makes a block of each case, again and again, whenever it is this job's turn, until that is the last one.
+
+    Rank 0 prints as JSON what a step takes, in milliseconds, by peer and case: after each turn, and nothing at first.
 
     Args:
         most: the largest of all ranks' numbers, on every rank.
     """
-    # Of one network all peers' one after the other.
-    blocks = [
-        (peer, case, block)
-        for name in NETWORKS
-        for peer, cases in peers.items()
-        for case, block in cases.items()
-        if case.startswith(f"{name},")
-    ]
+    blocks = [(peer, case, block) for peer, cases in peers.items() for case, block in cases.items()]
     steps = []
     for _, _, block in blocks:
         block(UNIT)
@@ -38,14 +39,19 @@ def measure(peers: dict[str, dict[str, Block]], barrier: Callable[[], None], mos
         began_s = time.perf_counter()
         block(UNIT)
         steps.append(UNIT * most(max(1, round(_BLOCK_S / (time.perf_counter() - began_s)))))
-    times: list[list[float]] = [[] for _ in blocks]
-    for _ in range(_BLOCKS):
-        for i, (_, _, block) in enumerate(blocks):
+    _tell({})
+    for turn in range(int(os.environ["NUM_TURNS"])):
+        while not (_TURNS / f"turn-{turn}").exists():
+            time.sleep(0.002)
+        found: dict[str, dict[str, float]] = {peer: {} for peer in peers}
+        for (peer, case, block), num_steps in zip(blocks, steps, strict=True):
             barrier()
             began_s = time.perf_counter()
-            block(steps[i])
-            times[i].append(1000 * (time.perf_counter() - began_s) / steps[i])
-    found: dict[str, dict[str, float]] = {peer: {} for peer in peers}
-    for (peer, case, _), each in zip(blocks, times, strict=True):
-        found[peer][case] = statistics.median(each)
-    print("RESULT " + json.dumps(found), flush=True)
+            block(num_steps)
+            found[peer][case] = 1000 * (time.perf_counter() - began_s) / num_steps
+        _tell(found)
+
+
+def _tell(found: dict[str, dict[str, float]]) -> None:
+    if _RANK == 0:
+        print("RESULT " + json.dumps(found), flush=True)

@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as distributed
-from blocks import NETWORKS, measure
+from blocks import NETWORK, measure
 from samples import VOCABULARY, batch
 from torch import nn
 
@@ -51,14 +51,14 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-MODELS = {"cnn": cnn, "mlp": mlp, "lstm": Last, "transformer": Mean}
+NETWORKS = {"cnn": cnn, "mlp": mlp, "lstm": Last, "transformer": Mean}
 
 
-def block_of(name):
-    model = nn.parallel.DistributedDataParallel(MODELS[name]())
+def block_of():
+    model = nn.parallel.DistributedDataParallel(NETWORKS[NETWORK]())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    x, y = (torch.from_numpy(each) for each in batch(name))
-    x, y, loss = x.movedim(-1, 1).contiguous() if name == "cnn" else x, y.long(), nn.CrossEntropyLoss()
+    x, y = (torch.from_numpy(each) for each in batch(NETWORK))
+    x, y, loss = x.movedim(-1, 1).contiguous() if NETWORK == "cnn" else x, y.long(), nn.CrossEntropyLoss()
 
     def block(num_steps):
         for _ in range(num_steps):
@@ -75,6 +75,5 @@ def most(value):
     return int(found)
 
 
-blocks = {f"{name}, 1 a call": block_of(name) for name in NETWORKS}
-measure({"PyTorch DDP": blocks}, distributed.barrier, most)
+measure({"PyTorch DDP": {"1 a call": block_of()}}, distributed.barrier, most)
 distributed.destroy_process_group()

@@ -1,0 +1,107 @@
+"""Jobs that are alive together and take turns: while one makes its steps, the others wait."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+Process = tuple[list[str], dict[str, str]]
+"""A command line, and what it has in its environment besides what this process has."""
+Steps = dict[str, dict[str, float]]
+"""Milliseconds by peer and case."""
+
+HERE = Path(__file__).resolve().parent
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+_TURN_S = 300
+
+
+def under_mpirun(script: str, ranks: int) -> list[Process]:
+    return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], {})]
+
+
+def by_itself(python: str, script: str, ranks: int) -> list[Process]:
+    """A process for each rank, with what TensorFlow's and PyTorch's own strategies want to be told."""
+    processes = []
+    ports = _free_ports(ranks)
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    for rank in range(ranks):
+        task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        env = {**place, "TF_CONFIG": task, "WORKERS": str(ranks)}
+        processes.append(([python, str(HERE / script)], env))
+    return processes
+
+
+def _free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+class Job:
+    """One peer's processes. Made, it has built its models and waits for its turn."""
+
+    def __init__(self, processes: list[Process], network: str, num_turns: int):
+        self._turns = tempfile.TemporaryDirectory()
+        self._turn = 0
+        self._errors = Path(self._turns.name, "errors").open("w+")  # noqa: SIM115
+        told = {"NETWORK": network, "NUM_TURNS": str(num_turns), "TURNS": self._turns.name}
+        common = {**os.environ, **told, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env={**common, **env},
+                stdout=subprocess.PIPE if i == 0 else self._errors,
+                stderr=self._errors,
+                text=True,
+            )
+            for i, (command, env) in enumerate(processes)
+        ]
+        self._result()
+        self._signal(signal.SIGSTOP)
+
+    def turn(self) -> Steps:
+        """Makes a block of every case."""
+        self._signal(signal.SIGCONT)
+        (Path(self._turns.name) / f"turn-{self._turn}").touch()
+        self._turn += 1
+        steps = self._result()
+        self._signal(signal.SIGSTOP)
+        return steps
+
+    def end(self) -> None:
+        """After the last turn, or before where something failed."""
+        for process in self._processes:
+            process.kill()
+        self._signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        self._errors.close()
+        self._turns.cleanup()
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for path in Path(self._turns.name).glob("pid-*"):
+            with suppress(ProcessLookupError):
+                os.kill(int(path.name.removeprefix("pid-")), signum)
+
+    def _result(self) -> Steps:
+        first = self._processes[0]
+        # A rank that has failed may leave the others waiting for it.
+        timer = threading.Timer(_TURN_S, first.kill)
+        timer.start()
+        try:
+            for line in first.stdout:
+                if "RESULT " in line:
+                    return json.loads(line.partition("RESULT ")[2])
+        finally:
+            timer.cancel()
+        self._errors.seek(0)
+        sys.exit(f"{first.args} failed, or took more than {_TURN_S} s:\n{self._errors.read()[-4000:]}")
