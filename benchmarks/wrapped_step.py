@@ -2,7 +2,7 @@
 
     launch/run python benchmarks/wrapped_step.py
 
-Prints the ratio of the two for each pair of blocks: median, and the range of the middle half.
+Prints the ratio of the two for each pair of blocks, of several models: median, and the range of the middle half.
 """
 
 import argparse
@@ -51,13 +51,18 @@ def trainer_block(name: str, steps_per_call: int) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
-    pairs = parser.parse_args().pairs
-    for name in NETWORKS:
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=NETWORKS)
+    parser.add_argument("--models", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=6, help="of each two models")
+    arguments = parser.parse_args()
+    pairs = arguments.models * arguments.pairs
+    for name in arguments.networks:
         for steps_per_call in (1, 10):
-            plain, wrapped = plain_block(name, steps_per_call), trainer_block(name, steps_per_call)
             times = []
             for i in range(pairs):
+                # Made anew: two models of the same steps differ by some percent for as long as they live.
+                if i % arguments.pairs == 0:
+                    plain, wrapped = plain_block(name, steps_per_call), trainer_block(name, steps_per_call)
                 # Which goes first alternates, so that neither always follows the other.
                 first, second = (plain, wrapped) if i % 2 == 0 else (wrapped, plain)
                 a, b = first(), second()

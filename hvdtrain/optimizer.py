@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain import runtime
 from hvdtrain.collectives import Collectives, Gradient, GradientReducer, Reduced, unreduced
 from hvdtrain.errors import UsageError
+from hvdtrain.fused_update import fuse_update
 
 _ATTRIBUTE = "_hvdtrain_distribution"
 
@@ -174,6 +175,7 @@ def _distribute(optimizer: Any, distribution: _Distribution) -> None:
     if optimizer.gradient_accumulation_steps:
         average = _moving_average_per_update(optimizer)
     optimizer._update_model_variables_moving_average = _only_while_applying(average, distribution)
+    fuse_update(optimizer)
     setattr(optimizer, _ATTRIBUTE, distribution)
 
 

@@ -55,9 +55,14 @@ class StepTimes:
         self._micro_batches.assign(steps * self.micro_batches_per_step)
         self._drained = steps
 
+    def _steps_made(self) -> tf.Tensor:
+        if self.micro_batches_per_step == 1:
+            return self._micro_batches.read_value()
+        return self._micro_batches // self.micro_batches_per_step
+
     def step_under_way(self) -> tf.Tensor:
         """The number of the step that is being made, from 1; to be read in the compiled step."""
-        return self._micro_batches // self.micro_batches_per_step + 1
+        return self._steps_made() + 1
 
     def begins_step(self) -> tf.Tensor:
         """True in the first micro-batch of a step; to be read in the compiled step."""
@@ -105,10 +110,10 @@ class StepTimes:
         """To be called at the end of each micro-batch, in the compiled step."""
         with tf.device("CPU"):
             # Rows of micro-batches that complete no step are written over by the next.
-            row = (self._micro_batches // self.micro_batches_per_step) % _CAPACITY
+            row = self._steps_made() % _CAPACITY
             began, waited = self._input
             times = tf.stack([waited, self._ready - began, self._reducing])
-            self._rows.scatter_nd_update([[row]], [times])
+            self._rows.scatter_update(tf.IndexedSlices(times, row))
             self._micro_batches.assign_add(1)
 
     def drain(self) -> np.ndarray:

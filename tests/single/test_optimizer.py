@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import zipfile
+from functools import partial
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 import hvdtrain
@@ -52,6 +54,55 @@ def test_same_bits_as_the_plain_optimizer(name):
     except AttributeError as error:
         pytest.skip(f"Keras {keras.__version__}'s own {name} fails on TensorFlow: {error}")
     assert fitted(hvdtrain.DistributedOptimizer(make(**options))) == expected
+
+
+class ScaledSGD(keras.optimizers.SGD):
+    """An update of the user's own."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, 2 * learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "is_fused"),
+    [
+        (partial(keras.optimizers.SGD, momentum=0.9), "float32", True),
+        (partial(keras.optimizers.SGD, momentum=0.9, nesterov=True, weight_decay=0.01), "float32", True),
+        (partial(keras.optimizers.SGD, momentum=0.8), "float64", True),
+        (partial(keras.optimizers.SGD, keras.optimizers.schedules.CosineDecay(0.1, 5), 0.9), "float32", True),
+        (partial(keras.optimizers.SGD, momentum=0.9), "bfloat16", False),
+        (keras.optimizers.SGD, "float32", False),
+        (partial(ScaledSGD, momentum=0.9), "float32", False),
+    ],
+)
+def test_sgd_with_momentum_updates_at_once_to_the_bit(make, dtype, is_fused):
+    """A dense and a sparse variable, five steps."""
+
+    def steps(optimizer):
+        rng = np.random.default_rng(3)
+        dense = keras.Variable(rng.normal(size=(7, 5)), dtype=dtype)
+        table = keras.Variable(rng.normal(size=(9, 4)), dtype=dtype)
+        optimizer.build([dense, table])
+
+        @tf.function
+        def step(gradient, rows, values):
+            sparse = tf.IndexedSlices(values, rows, tf.constant([9, 4]))
+            optimizer.apply([gradient, sparse], [dense, table])
+
+        for _ in range(5):
+            gradient, values = (tf.constant(rng.normal(size=shape), dtype) for shape in ((7, 5), (3, 4)))
+            step(gradient, tf.constant([8, 0, 8]), values)
+        operations = [
+            each.type for each in step.get_concrete_function(gradient, [8, 0, 8], values).graph.get_operations()
+        ]
+        weights = [dense, table, *optimizer.variables]
+        return [keras.ops.convert_to_numpy(each).tobytes() for each in weights], operations
+
+    expected, _ = steps(make())
+    found, operations = steps(hvdtrain.DistributedOptimizer(make()))
+    assert found == expected
+    # Of the sparse one, Keras' own.
+    assert operations.count("ResourceApplyKerasMomentum") == int(is_fused)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
