@@ -172,6 +172,7 @@ def _make_trainer(
         on_nan=config.on_nan,
         bad_samples=config.bad_samples,
         sync_batchnorm=config.sync_batchnorm,
+        jit_compile=config.jit_compile,
         reporter=run_directory.reporter,
         profiler=Profiler(*config.profile_range, folder=run_directory.profile_folder),
         checkpointer=checkpointer,

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.gradient_watch import GradientWatch
 from hvdtrain.timing.step_times import StepTimes
+from hvdtrain.xla import compiled_train_step, is_uncompilable
 
 _ORIGINALS = "_hvdtrain_originals"
 
@@ -27,6 +28,7 @@ class CompiledSteps:
         has_fillers: True where a rank may get a sample that counts for nothing.
         loss_sums: True where the losses sum over the batch: parts then count the same, but for fillers.
         skips_non_finite: True where a step may be skipped; its loss then stays out of the mean.
+        jit_compile: True to have XLA compile the forward and backward pass.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class CompiledSteps:
         has_fillers: bool = False,
         loss_sums: bool = False,
         skips_non_finite: bool = False,
+        jit_compile: bool = False,
     ):
         self._model = model
         self._accumulate = accumulate
@@ -50,6 +53,7 @@ class CompiledSteps:
         self._loss_sums = loss_sums
         self._part_weight: tf.Tensor | None = None
         self._loss: tf.Tensor | None = None
+        self.jit_compile = jit_compile
         # Horovod's operations cannot stand inside a cluster compiled by XLA, which Keras chooses on a GPU.
         model.jit_compile = False
         model.steps_per_execution = 1
@@ -127,7 +131,7 @@ class CompiledSteps:
                 is_first = self.times.begins_step()
                 for variable, copy in self._statistics:
                     copy.assign(tf.where(is_first, variable.value, copy))
-            model.train_step(data)
+            self._train_step(data)
             _restore_unless(part_weight > 0, zip(metrics, metrics_before, strict=True))
             if applies is not None:
                 _restore_unless(applies.read_value(), self._statistics)
@@ -139,6 +143,13 @@ class CompiledSteps:
                 )
         finally:
             self._part_weight = self._loss = None
+
+    def _train_step(self, data: Any) -> None:
+        if self.jit_compile:
+            self._loss, update = compiled_train_step(self._model, data, lambda: self._loss)
+            update()
+        else:
+            self._model.train_step(data)
 
     def _run_one(self, iterator: Iterator[Any]) -> None:
         data, part_weight = self.times.next_batch(iterator)
@@ -187,10 +198,16 @@ class CompiledSteps:
     def _train(self, iterator: Iterator[Any], micro_batches: int) -> None:
         if iterator is not self._iterator:
             self._compile_for(iterator)
-        if self._is_single:
-            self._run()
-        else:
-            self._run(tf.constant(micro_batches))
+        try:
+            if self._is_single:
+                self._run()
+            else:
+                self._run(tf.constant(micro_batches))
+        except tf.errors.OpError as error:
+            if self.jit_compile and is_uncompilable(error):
+                told = next(line for line in str(error).splitlines() if "XLA" in line)
+                raise UsageError(f"XLA cannot compile this model: {told}. Leave jit_compile out.") from error
+            raise
 
     def evaluate(self, iterator: Iterator[Any]) -> None:
         """Updates the model's metrics with the iterator's next batch.

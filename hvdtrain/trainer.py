@@ -34,6 +34,7 @@ from hvdtrain.timing.profiler import Profiler
 from hvdtrain.timing.step_times import StepTimes, TimeShares
 from hvdtrain.training_report import TrainingReport
 from hvdtrain.weight_average import averaged_weights, keeps_average
+from hvdtrain.xla import require_compilable
 
 
 class Trainer:
@@ -63,6 +64,8 @@ class Trainer:
         bad_samples: how many samples may be unreadable, over all ranks.
         sync_batchnorm: BatchNormalization over all ranks in every layer, not only in those made with
             ``synchronized=True``.
+        jit_compile: have XLA compile the forward and backward pass; a ``train_step`` of the model's own has to apply
+            gradients once.
         reporter: told what happens (default: nobody).
         profiler: of a range of steps (default: none).
         checkpointer: of this model; saves after the last step, before averaged weights replace the model's
@@ -99,6 +102,7 @@ class Trainer:
         on_nan: str = "stop",
         bad_samples: int = 0,
         sync_batchnorm: bool = False,
+        jit_compile: bool = False,
         reporter: Reporter | None = None,
         profiler: Profiler | None = None,
         checkpointer: Checkpointer | None = None,
@@ -161,10 +165,13 @@ class Trainer:
             has_fillers=self._plan.has_fillers or bad_samples > 0,
             loss_sums=loss_sums,
             skips_non_finite=on_nan == "skip" or isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer),
+            jit_compile=jit_compile,
         )
         self._num_synchronized = synchronize_batch_normalization(
             model, all_layers=sync_batchnorm, collectives=self._collectives, part_weight=self._steps.part_weight
         )
+        if jit_compile:
+            require_compilable(self._num_synchronized)
         self._shows_average = keeps_average(model.optimizer) and not self._callbacks.swap_averaged_weights
         self._quota = BadSampleQuota(bad_samples, self._collectives)
         self._feed = TrainingFeed(training, self._plan, self._quota)
@@ -423,6 +430,7 @@ class Trainer:
             "remainder": self._plan.remainder,
             **{f"{thing}_every": steps for thing, steps in self._every.items()},
             "steps_per_call": self._steps.steps_per_call,
+            "jit_compile": self._steps.jit_compile,
             "on_nan": self._on_nan,
             "resume": str(self._resume),
             "callbacks": self._callbacks.names,

@@ -17,8 +17,8 @@ from gradient_tape import block_of, momentum_step
 from trainer_steps import trainer_steps
 
 
-def trainer_block(steps_per_call: int) -> Callable[[int], None]:
-    steps, batches = trainer_steps(NETWORK, steps_per_call)
+def trainer_block(steps_per_call: int, *, jit_compile: bool = False) -> Callable[[int], None]:
+    steps, batches = trainer_steps(NETWORK, steps_per_call, jit_compile=jit_compile)
 
     def block(num_steps: int) -> None:
         for _ in range(num_steps // steps_per_call):
@@ -43,7 +43,10 @@ def most(value: int) -> int:
     return max(hvd.allgather_object(value))
 
 
-peers = {"hvdtrain": {f"{k} a call": trainer_block(k) for k in (1, 10)}}
+peers = {
+    "hvdtrain": {f"{k} a call": trainer_block(k) for k in (1, 10)},
+    "hvdtrain --jit-compile": {f"{k} a call": trainer_block(k, jit_compile=True) for k in (1, 10)},
+}
 # A single rank has nothing to reduce, which raw Horovod does not know.
 if hvd.size() > 1:
     peers["raw Horovod, tuned"] = {

@@ -110,6 +110,7 @@ def make_trainer(
         on_nan=config.on_nan,
         bad_samples=config.bad_samples,
         sync_batchnorm=config.sync_batchnorm,
+        jit_compile=config.jit_compile,
         watch=watch,
         local=local,
     )

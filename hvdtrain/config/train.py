@@ -173,6 +173,7 @@ class TrainConfig(Config):
     deterministic: bool = option(RUNNING, False, "bit-equal runs: deterministic operations, sums in a fixed order")
     threads: int | None = option(RUNNING, None, "compute threads per rank (default: a fair share of the host's cores)")
     steps_per_call: int = option(RUNNING, 1, "steps in one compiled call; more is faster for small models", metavar="K")
+    jit_compile: bool = option(RUNNING, False, "let XLA compile the forward and backward pass")
     autotune: bool = option(
         RUNNING,
         False,

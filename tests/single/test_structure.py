@@ -44,6 +44,7 @@ ORDER = [
         "checkpoint",
         "report",
         "run_directory",
+        "xla",
         "steps",
         "callbacks",
         "evaluation",
