@@ -122,7 +122,7 @@ class GradientWatch:
         positions = [[self._positions[id(variable)]] for variable in variables]
 
         # Not inlined: even where they are not run, each of its operations is passed over at every step.
-        @tf.function(experimental_attributes={"_noinline": True})
+        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def note_culprits() -> None:
             own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(reduced.sent)]
             flags.scatter_nd_update(positions, [tf.reduce_all(each) for each in own])

@@ -65,7 +65,11 @@ class Job:
             )
             for i, (command, env) in enumerate(processes)
         ]
-        self._result()
+        try:
+            self._result()
+        except BaseException:
+            self.end()
+            raise
         self._signal(signal.SIGSTOP)
 
     def turn(self) -> Steps:
