@@ -15,6 +15,7 @@ network in results/peers.json, and draws results/peers.png.
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from contextlib import ExitStack
@@ -95,6 +96,9 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=list(BATCH_SIZES), choices=BATCH_SIZES)
     parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
     arguments = parser.parse_args()
+    # As at Ctrl-C: the jobs are ended, of which all but one stand still and could not end by themselves.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    RESULTS.mkdir(exist_ok=True)
     kept = RESULTS / "peers.json"
     before = json.loads(kept.read_text()) if kept.exists() else {}
     results: dict[str, dict[str, dict[str, list[float]]]] = before.get("step_ms", {})
@@ -118,9 +122,9 @@ def main() -> None:
                 if peer == FEWER:
                     more = [ranks / 2 * value for value in values]
                     print(f"{ranks} rank(s), {network}: {told(more)} of the examples/s of 2 ranks", flush=True)
-    RESULTS.mkdir(exist_ok=True)
-    kept.write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
-    draw(ratios, RESULTS / "peers.png")
+            # At once: all of them take more than an hour, and what was measured is not to be lost.
+            kept.write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
+            draw(ratios, RESULTS / "peers.png")
 
 
 if __name__ == "__main__":
