@@ -1,6 +1,7 @@
 """What bench predicts against what it measures, on networks of the laboratory.
 
     launch/run python benchmarks/prediction.py        # as root, with Debian's iproute2 and openssh-server
+    launch/run python benchmarks/prediction.py --mbit 40            # one network; results of the others are kept
 
 Of each network, two hosts that train a model of 1 MB give what a message costs; one process gives how long the steps of
 a larger model take and when its gradients are ready. From these, steps on more hosts with larger models are predicted,
@@ -8,6 +9,7 @@ in sync mode and in local mode, and then measured: the cases below, chosen befor
 of each, their median and 95th percentile, and keeps them in results/prediction.json.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -49,8 +51,14 @@ def on_hosts(hosts: int, rate_mbit: float, delay_ms: float, task: str, *more: st
 
 
 def main() -> None:
-    rows = []
-    for rate_mbit, delay_ms in NETWORKS:
+    rates = [rate_mbit for rate_mbit, _ in NETWORKS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=int, nargs="*", default=rates, choices=rates)
+    chosen = parser.parse_args().mbit
+    kept = HERE / "results" / "prediction.json"
+    before = json.loads(kept.read_text()) if kept.exists() else []
+    rows = [row for row in before if row["mbit"] not in chosen]
+    for rate_mbit, delay_ms in [network for network in NETWORKS if network[0] in chosen]:
         link = on_hosts(2, rate_mbit, delay_ms, "MB1", "--predict", "2")["prediction"]["links"]["between"]
         given = ["--link-mbit", str(link["bits_per_second"] / 1e6), "--link-latency-ms", str(1000 * link["latency_s"])]
         for hosts, task in HELD_OUT:
@@ -65,7 +73,7 @@ def main() -> None:
                 told = f"predicted {predicted[mode]:.1f} ms, measured {took_ms:.1f} ms, {error:+.1%}"
                 print(f"{rate_mbit} Mbit/s, {delay_ms} ms, {hosts} hosts, {task}, {mode}: {told}", flush=True)
             # Each case takes minutes: what was measured is kept, also where the rest is not waited for.
-            (HERE / "results" / "prediction.json").write_text(json.dumps(rows, indent=1) + "\n")
+            kept.write_text(json.dumps(rows, indent=1) + "\n")
     errors = [abs(row["error"]) for row in rows]
     print(f"{len(rows)} cases: median {statistics.median(errors):.1%}, 95th percentile {np.percentile(errors, 95):.1%}")
 
