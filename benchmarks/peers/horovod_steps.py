@@ -54,6 +54,6 @@ if hvd.size() > 1:
         for k in (1, 10)
         for kind, reduce in (("each", reduce_each), ("together", reduce_together))
     }
-# Horovod's threads ask each other for work all the time.
-stand_still_between_turns()
+    # Horovod's threads ask each other for work all the time.
+    stand_still_between_turns()
 measure(peers, barrier, most)
