@@ -4,13 +4,13 @@
     launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
 
 Prints each peer's time of a step over hvdtrain's in the same turn: median, and range of the middle half of all turns.
-A number above 1 says that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; each other peer has a job of its
-own. The jobs of one network are alive together, and while one makes its blocks of steps the others wait; each
-is started anew some times, for two models of the same steps differ by some percent for as long as they live. All draw
-their batch from an iterator over one, but for PyTorch, which has it at hand. Of the cases of one peer (one or ten
-steps in a compiled call; an allreduce for each gradient or one for all) that with the shortest median counts. On 4
-ranks, also the examples per second of all ranks over those of 2. Keeps the last result for each number of ranks and
-network in results/peers.json, and draws results/peers.png.
+A number above 1 says that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; each other peer, hvdtrain with
+--jit-compile too, has a job of its own. The jobs of one network are alive together, and while one makes its blocks of
+steps the others wait; each is started anew some times, for two models of the same steps differ by some percent for as
+long as they live. All draw their batch from an iterator over one, but for PyTorch, which has it at hand. Of the cases
+of one peer (one or ten steps in a compiled call; an allreduce for each gradient or one for all) that with the
+shortest median counts. On 4 ranks, also the examples per second of all ranks over those of 2. Keeps the last result
+for each number of ranks and network in results/peers.json, and draws results/peers.png.
 """
 
 import argparse
@@ -32,7 +32,8 @@ FEWER = "hvdtrain on 2 ranks"
 
 
 def jobs_for(ranks: int, torch_python: str | None) -> list[list[Process]]:
-    jobs = [under_mpirun("horovod_steps.py", ranks), by_itself(sys.executable, "multi_worker.py", ranks)]
+    jobs = [under_mpirun(script, ranks) for script in ("horovod_steps.py", "jit_steps.py")]
+    jobs.append(by_itself(sys.executable, "multi_worker.py", ranks))
     if torch_python is not None:
         jobs.append(by_itself(torch_python, "torch_ddp.py", ranks))
     if ranks == 1:
