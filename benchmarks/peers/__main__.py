@@ -72,20 +72,37 @@ def told(values: list[float]) -> str:
 
 
 def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """A panel for each number of ranks."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    networks = sorted({network for peers in ratios.values() for network in peers})
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(ratios)
-    for i, (peer, found) in enumerate(ratios.items()):
-        medians = [statistics.median(found[network]) for network in networks if network in found]
-        axes.bar([j + i * width for j in range(len(medians))], medians, width, label=peer)
-    axes.axhline(1, color="gray", linestyle="--")
-    axes.set_yscale("log")
-    axes.set_xticks([j + 0.4 - width / 2 for j in range(len(networks))], networks)
-    axes.set_ylabel("time of a step over hvdtrain's")
-    figure.legend(ncols=3, loc="outside lower center")
+    medians = {
+        (int(ranks.split()[0]), peer): {network: statistics.median(values) for network, values in found.items()}
+        for (peer, _, ranks), found in ((key.rpartition(", "), found) for key, found in ratios.items())
+        if peer != FEWER
+    }
+    peers = sorted({peer for _, peer in medians})
+    numbers = sorted({ranks for ranks, _ in medians})
+    figure = Figure(figsize=(5 * len(numbers), 4.5), layout="constrained")
+    panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
+    width = 0.8 / len(peers)
+    for ranks, axes in zip(numbers, panels, strict=True):
+        for i, peer in enumerate(peers):
+            found = medians.get((ranks, peer), {})
+            places = [
+                j + (i - (len(peers) - 1) / 2) * width for j, network in enumerate(BATCH_SIZES) if network in found
+            ]
+            heights = [found[network] for network in BATCH_SIZES if network in found]
+            axes.bar(places, heights, width, color=f"C{i}")
+        axes.axhline(1, color="gray", linestyle="--")
+        axes.set_yscale("log")
+        axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+        axes.minorticks_off()
+        axes.set_xticks(range(len(BATCH_SIZES)), list(BATCH_SIZES))
+        axes.set_title(f"{ranks} rank(s)")
+    panels[0].set_ylabel("time of a step over hvdtrain's")
+    colors = [Patch(color=f"C{i}", label=peer) for i, peer in enumerate(peers)]
+    figure.legend(handles=colors, ncols=len(peers), loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 
@@ -97,6 +114,10 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=list(BATCH_SIZES), choices=BATCH_SIZES)
     parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
     arguments = parser.parse_args()
+    if arguments.starts * arguments.turns < 2:
+        parser.error(
+            f"a spread needs at least two turns in all. Received: --starts {arguments.starts} --turns {arguments.turns}"
+        )
     # As at Ctrl-C: the jobs are ended, of which all but one stand still and could not end by themselves.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     RESULTS.mkdir(exist_ok=True)

@@ -10,9 +10,9 @@ hvdtrain.init(seed=0)
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from blocks import NETWORK, measure, stand_still_between_turns
+from blocks import NETWORK
 from gradient_tape import block_of, momentum_step
-from trainer_blocks import barrier, most, trainer_blocks
+from horovod_job import measure_ranks, trainer_blocks
 
 
 def reduce_each(gradients: list[tf.Tensor], weights: list[tf.Variable]) -> list[tf.Tensor]:
@@ -31,6 +31,4 @@ if hvd.size() > 1:
         for k in (1, 10)
         for kind, reduce in (("each", reduce_each), ("together", reduce_together))
     }
-    # Horovod's threads ask each other for work all the time.
-    stand_still_between_turns()
-measure(peers, barrier, most)
+measure_ranks(peers)

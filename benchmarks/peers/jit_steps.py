@@ -7,11 +7,6 @@ import hvdtrain
 
 hvdtrain.init(seed=0)
 
-import horovod.tensorflow as hvd
-from blocks import measure, stand_still_between_turns
-from trainer_blocks import barrier, most, trainer_blocks
+from horovod_job import measure_ranks, trainer_blocks
 
-if hvd.size() > 1:
-    # Horovod's threads ask each other for work all the time.
-    stand_still_between_turns()
-measure({"hvdtrain --jit-compile": trainer_blocks(jit_compile=True)}, barrier, most)
+measure_ranks({"hvdtrain --jit-compile": trainer_blocks(jit_compile=True)})
