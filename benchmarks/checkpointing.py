@@ -1,12 +1,11 @@
-"""What checkpoints cost a run of a large model: written in the background, and while training waits.
+"""Overhead of checkpoints for a large model, written in the background and in the foreground.
 
-    launch/run mpirun -np 2 python benchmarks/checkpointing.py               # on 2 cores: none is left for the writing
-    launch/run python benchmarks/checkpointing.py --threads 1                # one is
+    launch/run mpirun -np 2 python benchmarks/checkpointing.py               # on 2 cores: no free core for writing
+    launch/run python benchmarks/checkpointing.py --threads 1                # one free core
 
-Trains a network of more than 100 MB with Adam, whose state makes a checkpoint of more than 300 MB. Each
-repetition trains three times as long as ``--steps``: without checkpoints, with checkpoints in the background,
-and with a pause for each. Prints what share of the run each of the two costs, and how long a save keeps
-training waiting.
+Trains a network of more than 100 MB with Adam, which makes checkpoints of more than 300 MB. Each repetition
+makes three runs of ``--steps`` steps: without checkpoints, with checkpoints in the background, and with
+training paused for each. Prints the overhead of the latter two relative to the first.
 """
 
 import argparse
@@ -23,25 +22,25 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--steps", type=int, default=61)
 parser.add_argument("--every", type=int, default=20)
 parser.add_argument("--repeats", type=int, default=3)
-parser.add_argument("--threads", type=int, help="compute threads of a rank; default: a fair share of the cores")
+parser.add_argument("--threads", type=int, help="compute threads of a rank; default: an equal share of the cores")
 arguments = parser.parse_args()
 topology = hvdtrain.init(seed=0, threads=arguments.threads)
 import keras
 import numpy as np
 from keras import layers
 
-from hvdtrain import runtime
+from hvdtrain.distributed import runtime
 
 
 class Foreground(hvdtrain.Checkpointer):
-    """Training waits until it is on disk."""
+    """Saves in the foreground: training waits until the checkpoint is on disk."""
 
     def save(self, step: int, **options) -> None:
         super().save(step, **{**options, "wait": True})
 
 
 class Timer(keras.callbacks.Callback):
-    """From the end of the first step, which compiles, to the end of the last."""
+    """Measures from the end of the first step, which compiles, to the end of the last."""
 
     def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
         now = time.perf_counter()
@@ -60,7 +59,7 @@ def large_model() -> keras.Model:
 
 
 def run_seconds(kind: str, steps: int, every: int, folder: Path) -> float:
-    # The models of earlier runs would fill the memory.
+    # Frees the models of earlier runs.
     keras.utils.clear_session()
     gc.collect()
     model, timer = large_model(), Timer()
@@ -69,17 +68,13 @@ def run_seconds(kind: str, steps: int, every: int, folder: Path) -> float:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(256, model.input_shape[1])).astype(np.float32)
     data = hvdtrain.data.Arrays(x, rng.integers(0, 10, len(x)))
-    hvdtrain.Trainer(
-        model,
-        data,
-        batch_size=32,
+    config = hvdtrain.TrainConfig(
         steps=steps,
-        check_every=0,
-        log_every=steps,
-        callbacks=[timer],
-        checkpointer=checkpointer,
-        checkpoint_every=every,
-    ).fit()
+        guards=hvdtrain.GuardConfig(check_every=0),
+        checkpoint=hvdtrain.CheckpointConfig(checkpoint_every=every),
+        logging=hvdtrain.LoggingConfig(log_every=steps),
+    )
+    hvdtrain.Trainer(model, data, config, callbacks=[timer], checkpointer=checkpointer).fit()
     return timer.ended_s - timer.began_s
 
 

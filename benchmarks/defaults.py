@@ -1,9 +1,9 @@
-"""The settings that hvdtrain chooses for a rank, against others: two ranks on this machine, in turn.
+"""The settings that hvdtrain chooses for a rank, compared with others: two ranks on this machine, interleaved.
 
     launch/run python benchmarks/defaults.py
 
-Starts a job for each setting, round after round, and prints the median time of a step and its range.
-What a setting makes of the machine's polling shows also where nothing is averaged.
+Starts a job per setting in several rounds, and prints the median step time and its range. The cost of
+polling also shows in the case without communication.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import statistics
 import subprocess
 import sys
 
-# Name to the environment of the ranks; {} leaves all to hvdtrain.
+# Name to environment of the ranks; {}: hvdtrain's defaults.
 SETTINGS = {
-    "Open MPI and Horovod as they come": {"OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_CYCLE_TIME": "1"},
+    "defaults of Open MPI and Horovod": {"OMPI_MCA_mpi_yield_when_idle": "0", "HOROVOD_CYCLE_TIME": "1"},
     "yield": {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "1"},
     "yield, cycle 0.1 ms": {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.1"},
     "yield, cycle 0.5 ms": {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_CYCLE_TIME": "0.5"},
@@ -37,31 +37,29 @@ def measure() -> None:
     import hvdtrain
 
     topology = hvdtrain.init(seed=0)
-    import keras
-    from networks import NETWORKS, compiled, endless_batches, step_ms
+    from networks import step_ms
+    from trainer_steps import trainer_steps
 
-    from hvdtrain import runtime
-    from hvdtrain.steps import CompiledSteps
+    from hvdtrain.distributed import runtime
+    from hvdtrain.distributed.single_process import SingleProcessCollectives
 
     barrier = runtime.current().collectives.barrier
     results: dict[str, float] = {}
     blocks = {}
     for name in STEPS:
         for case, options in CASES.items():
-            for steps_per_call in (1, 10):
-                optimizer = keras.optimizers.SGD(1e-3, momentum=0.9)
-                if options["distributed"]:
-                    hvdtrain.DistributedOptimizer(optimizer, groups=options.get("groups"))
-                model = compiled(NETWORKS[name][0](), optimizer)
-                steps = CompiledSteps(model, steps_per_call=steps_per_call, accumulate=1)
-                batches = endless_batches(name)
+            for steps_per_execution in (1, 10):
+                collectives = None if options["distributed"] else SingleProcessCollectives()
+                train_step = trainer_steps(
+                    name, steps_per_execution, groups=options.get("groups"), collectives=collectives
+                )
 
-                def block(steps=steps, batches=batches, num_steps=STEPS[name]) -> float:
+                def block(train_step=train_step, num_steps=STEPS[name]) -> float:
                     barrier()
-                    return step_ms(steps, batches, num_steps)
+                    return step_ms(train_step, num_steps)
 
                 block()
-                blocks[f"{name}, {steps_per_call} step(s) a call, {case}"] = block
+                blocks[f"{name}, {steps_per_execution} step(s) per call, {case}"] = block
     times: dict[str, list[float]] = {name: [] for name in blocks}
     for _ in range(BLOCKS):
         for name, block in blocks.items():

@@ -1,9 +1,9 @@
-"""How long the CIFAR-size network waits for its input: TFRecords of 32x32 images, parsed and distorted, on two ranks.
+"""Input wait of the CIFAR-size network: TFRecords of 32x32 images, parsed and distorted, on two ranks.
 
     launch/run python benchmarks/input_wait.py
 
-Writes made-up images of the real size into a temporary folder, trains on them, and prints for each
-repetition the share of a step that the slower of two ranks waited for input.
+Writes random images of the real size to a temporary folder, trains on them, and prints for each repetition
+the fraction of a step that the slower rank waited for input.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def measure(folder: Path) -> None:
     )
     make, batch_size = NETWORKS["cnn"]
     model = compiled(make(), keras.optimizers.SGD(1e-3))
-    summary = hvdtrain.Trainer(model, source, batch_size=batch_size, steps=STEPS).fit()
+    summary = hvdtrain.Trainer(model, source, hvdtrain.TrainConfig(batch_size=batch_size, steps=STEPS)).fit()
     if topology.rank == 0:
         print(json.dumps({"input_fraction": summary["input_fraction"], "step_ms": summary["step_ms"]["p50"]}))
 

@@ -1,10 +1,10 @@
-"""To which loss local training comes, beside sync training, after as many samples: digits, and text without end.
+"""Final loss of local training compared with sync training after the same number of samples: digits and text.
 
     launch/run mpirun -np 4 python benchmarks/local_convergence.py
 
-Trains each way with several seeds and prints the loss of the averaged model in the end, its mean and standard
-deviation. The text is the source code of the installed Keras and NumPy, byte by byte; a model of its size sees
-each of its samples at most once. The last results are kept in ``benchmarks/results/local_convergence.json``.
+Trains with each configuration and several seeds, and prints mean and standard deviation of the averaged model's
+final loss. The text is the source code of the installed Keras and NumPy, byte by byte; each sample is used at
+most once. The last results are in ``benchmarks/results/local_convergence.json``.
 """
 
 import argparse
@@ -21,25 +21,26 @@ import keras
 import numpy as np
 from keras import layers
 
-from hvdtrain import LocalTraining, process
-from hvdtrain.data import Arrays
+from hvdtrain import LocalSGDConfig
+from hvdtrain.data import Arrays, Data
+from hvdtrain.system import versions
 from hvdtrain.tasks import load_task
 
 CONTEXT_BYTES = 24
-# Given the steps of the run.
-WAYS: dict[str, Callable[[int], LocalTraining | None]] = {
+# Name to a function from the number of steps to the configuration.
+WAYS: dict[str, Callable[[int], LocalSGDConfig | None]] = {
     "sync": lambda steps: None,
-    "H=4": lambda steps: LocalTraining(every=4),
-    "H=16": lambda steps: LocalTraining(every=16),
-    "H=64": lambda steps: LocalTraining(every=64),
-    "H=16, slots averaged": lambda steps: LocalTraining(every=16, slots="average"),
-    "H=64, slots averaged": lambda steps: LocalTraining(every=64, slots="average"),
-    "H=4, nesterov": lambda steps: LocalTraining(every=4, outer="nesterov"),
-    "H=16, nesterov": lambda steps: LocalTraining(every=16, outer="nesterov"),
-    "H=64, nesterov": lambda steps: LocalTraining(every=64, outer="nesterov"),
-    "H=16, overlap": lambda steps: LocalTraining(every=16, overlap=True),
-    "H=16 after a quarter in sync": lambda steps: LocalTraining(every=16, after=steps // 4),
-    "H=64, adacomm": lambda steps: LocalTraining(every=64, schedule="adacomm"),
+    "H=4": lambda steps: LocalSGDConfig(sync_every=4),
+    "H=16": lambda steps: LocalSGDConfig(sync_every=16),
+    "H=64": lambda steps: LocalSGDConfig(sync_every=64),
+    "H=16, slots averaged": lambda steps: LocalSGDConfig(sync_every=16, average_slots="average"),
+    "H=64, slots averaged": lambda steps: LocalSGDConfig(sync_every=64, average_slots="average"),
+    "H=4, nesterov": lambda steps: LocalSGDConfig(sync_every=4, outer="nesterov"),
+    "H=16, nesterov": lambda steps: LocalSGDConfig(sync_every=16, outer="nesterov"),
+    "H=64, nesterov": lambda steps: LocalSGDConfig(sync_every=64, outer="nesterov"),
+    "H=16, overlap": lambda steps: LocalSGDConfig(sync_every=16, overlap=True),
+    "H=16 after a quarter in sync": lambda steps: LocalSGDConfig(sync_every=16, sync_steps_first=steps // 4),
+    "H=64, adacomm": lambda steps: LocalSGDConfig(sync_every=64, sync_schedule="adacomm"),
 }
 
 
@@ -66,7 +67,7 @@ class Text:
         windows = np.lib.stride_tricks.sliding_window_view(data, CONTEXT_BYTES + 1)
         last = int(0.95 * len(windows))
         self.bytes = len(data)
-        # Every third window, or the samples would hardly differ.
+        # Every third window only: overlapping samples hardly differ.
         self.training = _samples(windows[:last:3])
         self.evaluation = _samples(windows[last + CONTEXT_BYTES :: 97])
 
@@ -95,23 +96,20 @@ def _samples(windows: np.ndarray) -> Arrays:
     return Arrays(windows[:, :-1].astype(np.int32), windows[:, -1].astype(np.int32))
 
 
-def final_loss(task: Digits | Text, local: LocalTraining | None, seed: int, rate: float) -> float:
+def final_loss(task: Digits | Text, local_sgd: LocalSGDConfig | None, seed: int, rate: float) -> float:
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
     model = task.model(rate)
-    trainer = hvdtrain.Trainer(
-        model,
-        task.training,
-        task.evaluation,
-        batch_size=32,
+    config = hvdtrain.TrainConfig(
+        mode="sync" if local_sgd is None else "local",
+        local_sgd=local_sgd or LocalSGDConfig(),
         steps=task.steps,
         seed=seed,
-        log_every=task.steps,
         eval_every=task.steps,
-        check_every=0,
-        local=local,
+        guards=hvdtrain.GuardConfig(check_every=0),
+        logging=hvdtrain.LoggingConfig(log_every=task.steps),
     )
-    return trainer.fit()["eval"]["loss"]
+    return hvdtrain.Trainer(model, Data(task.training, task.evaluation), config).fit()["eval"]["loss"]
 
 
 def main() -> None:
@@ -129,7 +127,7 @@ def main() -> None:
         for way, rate in itertools.product(arguments.ways, arguments.rates):
             losses = [final_loss(task, WAYS[way](task.steps), seed, rate) for seed in range(arguments.seeds)]
             if len(arguments.rates) > 1:
-                way = f"{way}, {rate:g} times the learning rate"
+                way = f"{way}, {rate:g}x the learning rate"
             results[name][way] = losses
             if topology.rank == 0:
                 spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
@@ -137,7 +135,7 @@ def main() -> None:
     if topology.rank == 0:
         path = Path(__file__).parent / "results" / "local_convergence.json"
         path.parent.mkdir(exist_ok=True)
-        facts = {"ranks": topology.size, "versions": process.versions(), "losses": results}
+        facts = {"ranks": topology.size, "versions": versions.versions(), "losses": results}
         path.write_text(json.dumps(facts, indent=1) + "\n")
 
 

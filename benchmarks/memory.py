@@ -1,10 +1,10 @@
-"""How much memory a rank takes at most, against plain Keras: a network of more than 100 MB, trained by Adam.
+"""Peak memory of a rank, compared with plain Keras: a network of more than 100 MB, trained with Adam.
 
     launch/run python benchmarks/memory.py
 
-Each case is a job of its own on two ranks. Prints the peak of resident memory of the largest rank, less that of a
-process which has only imported what it needs, in multiples of the size of the model; plain Keras has the model, two
-variables of Adam for each of its own, and the gradients.
+Each case is a separate job on two ranks. Prints the peak resident memory of the largest rank, minus that of a process
+after its imports, in multiples of the model size. Plain Keras holds the model, two Adam slots per variable, and the
+gradients.
 """
 
 import argparse
@@ -45,14 +45,19 @@ def train(case: str, folder: Path) -> None:
     if case == "plain Keras":
         model.fit(x, y, batch_size=32, verbose=0)
     else:
-        options = {
-            "sync, checkpoints": {"checkpointer": hvdtrain.Checkpointer(folder, model), "checkpoint_every": 3},
-            "local": {"local": hvdtrain.LocalTraining(every=3)},
-            "local, overlap": {"local": hvdtrain.LocalTraining(every=3, overlap=True)},
-            "local, nesterov": {"local": hvdtrain.LocalTraining(every=3, outer="nesterov")},
+        local_sgd = {
+            "local": hvdtrain.LocalSGDConfig(sync_every=3),
+            "local, overlap": hvdtrain.LocalSGDConfig(sync_every=3, overlap=True),
+            "local, nesterov": hvdtrain.LocalSGDConfig(sync_every=3, outer="nesterov"),
         }
-        more = options.get(case, {})
-        hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, y), batch_size=32, steps=STEPS, **more).fit()
+        config = hvdtrain.TrainConfig(
+            mode="local" if case in local_sgd else "sync",
+            local_sgd=local_sgd.get(case, hvdtrain.LocalSGDConfig()),
+            steps=STEPS,
+            checkpoint=hvdtrain.CheckpointConfig(checkpoint_every=3),
+        )
+        checkpointer = hvdtrain.Checkpointer(folder, model) if case == "sync, checkpoints" else None
+        hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, y), config, checkpointer=checkpointer).fit()
     size = sum(4 * variable.value.shape.num_elements() for variable in model.weights)
     print("PEAK " + json.dumps({"model": size, "before": before, "peak": peak_bytes()}), flush=True)
 
@@ -83,7 +88,7 @@ def main() -> None:
             found[case].append(multiples(case))
     for case, values in found.items():
         spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} repetitions"
-        print(f"{case}: {statistics.median(values):.2f} times the model ({spread})", flush=True)
+        print(f"{case}: {statistics.median(values):.2f}x the model size ({spread})", flush=True)
 
 
 if __name__ == "__main__":

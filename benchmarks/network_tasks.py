@@ -18,9 +18,9 @@ _BATCHES = 16
 def network_task(name: str) -> hvdtrain.Task:
     make, batch_size = NETWORKS[name]
 
-    def data(data_dir: object) -> hvdtrain.tasks.Data:
+    def data(data_dir: object) -> hvdtrain.data.Data:
         x, y = batch(name)
-        return hvdtrain.tasks.Data(hvdtrain.data.Arrays(np.concatenate([x] * _BATCHES), np.concatenate([y] * _BATCHES)))
+        return hvdtrain.data.Data(hvdtrain.data.Arrays(np.concatenate([x] * _BATCHES), np.concatenate([y] * _BATCHES)))
 
     return hvdtrain.Task(
         model=lambda data: make(),

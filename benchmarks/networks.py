@@ -1,4 +1,4 @@
-"""The networks that the benchmarks train, with made-up samples of their shapes."""
+"""The networks of the benchmarks, with random samples."""
 
 import time
 from typing import TYPE_CHECKING
@@ -10,11 +10,11 @@ from keras import layers
 from samples import BATCH_SIZES, TOKENS, VOCABULARY, batch
 
 if TYPE_CHECKING:
-    from hvdtrain.steps import CompiledSteps
+    from hvdtrain.training.train_step import TrainStep
 
 
 def cnn() -> keras.Model:
-    """The CIFAR-10 tutorial's convolutional network without its normalisation, 1,068,298 parameters."""
+    """The CIFAR-10 tutorial's convolutional network without normalization, 1,068,298 parameters."""
     return keras.Sequential(
         [
             layers.Input((24, 24, 3)),
@@ -31,7 +31,7 @@ def cnn() -> keras.Model:
 
 
 def mlp() -> keras.Model:
-    """64-256-256-10, 85,002 parameters: a step so short that everything around it shows."""
+    """64-256-256-10, 85,002 parameters: its steps are so short that all overhead shows."""
     return keras.Sequential(
         [
             layers.Input((64,)),
@@ -43,7 +43,7 @@ def mlp() -> keras.Model:
 
 
 def lstm() -> keras.Model:
-    """A classifier of texts: an embedding of 64, an LSTM of 64, a dense layer."""
+    """A text classifier: an embedding of 64, an LSTM of 64, a dense layer."""
     return keras.Sequential(
         [
             layers.Input((TOKENS,), dtype="int32"),
@@ -66,11 +66,11 @@ def transformer() -> keras.Model:
 
 
 NETWORKS = {make.__name__: (make, BATCH_SIZES[make.__name__]) for make in (cnn, mlp, lstm, transformer)}
-"""Name to the network and its batch size per rank."""
+"""Name to network and batch size per rank."""
 
 
 def endless_batches(name: str, *, with_factor: bool = True) -> tf.data.Iterator:
-    """One made-up batch again and again, with the factor that hvdtrain's input gives it: the input costs nothing."""
+    """Repeats one random batch, with hvdtrain's loss factor if needed, so that input takes no time."""
     element = (batch(name), np.float32(1)) if with_factor else batch(name)
     return iter(tf.data.Dataset.from_tensors(element).repeat())
 
@@ -84,11 +84,11 @@ def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> keras
     return model
 
 
-def step_ms(steps: "CompiledSteps", batches: tf.data.Iterator, num_steps: int) -> float:
-    """Makes at least ``num_steps`` steps; the time of one."""
+def step_ms(train_step: "TrainStep", num_steps: int) -> float:
+    """Makes at least ``num_steps`` steps and returns the time per step."""
     began_s = time.perf_counter()
     done = 0
     while done < num_steps:
-        steps.train(batches, steps.steps_per_call)
-        done += steps.steps_per_call
+        train_step.run(train_step.max_steps)
+        done += train_step.max_steps
     return 1000 * (time.perf_counter() - began_s) / done

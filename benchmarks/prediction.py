@@ -1,12 +1,12 @@
-"""What bench predicts against what it measures, on networks of the laboratory.
+"""Predictions of bench compared with measurements, on lab networks.
 
     launch/run python benchmarks/prediction.py        # as root, with Debian's iproute2 and openssh-server
-    launch/run python benchmarks/prediction.py --mbit 40            # one network; results of the others are kept
+    launch/run python benchmarks/prediction.py --mbit 40            # one network; keeps the results of the others
 
-Of each network, two hosts that train a model of 1 MB give what a message costs; one process gives how long the steps of
-a larger model take and when its gradients are ready. From these, steps on more hosts with larger models are predicted,
-in sync mode and in local mode, and then measured: the cases below, chosen before any of them was run. Prints the error
-of each, their median and 95th percentile, and keeps them in results/prediction.json.
+For each network, two hosts that train a model of 1 MB determine the link; one process measures the step times of a
+larger model and when its gradients are ready. From these, steps on more hosts with larger models are predicted, in sync
+and local mode, and then measured: the cases below, chosen before any was run. Prints the error of each case, the median
+and the 95th percentile, and saves them to results/prediction.json.
 """
 
 import argparse
@@ -25,14 +25,14 @@ LAUNCH = HERE.parent / "launch"
 sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
 
-# Mbit/s and milliseconds one way. Not faster: four hosts and what carries their packets share the cores of one machine.
-# On two cores, at 100 Mbit/s, more hosts reached less of the link (MPI_Allreduce of 16 MiB on 2, 3 and 4 hosts: 93, 79
-# and 76 Mbit/s; at 20 Mbit/s 17 to 18 on each).
+# Mbit/s and one-way delay in ms. Not faster, because four hosts and the process that forwards their packets share the
+# cores of one machine: on two cores, throughput fell with the number of hosts at 100 Mbit/s (MPI_Allreduce of 16 MiB on
+# 2, 3 and 4 hosts: 93, 79 and 76 Mbit/s) but not at 20 Mbit/s (17 to 18).
 NETWORKS = ((20, 5), (25, 20), (40, 2))
-# Hosts and the model, on each network, in both modes: 18 cases.
+# Hosts and model, for each network and both modes: 18 cases.
 HELD_OUT = ((2, "MB8"), (3, "MB4"), (4, "MB4"))
 EVERY = 4
-OPTIONS = ["--blocks", "4", "--block-seconds", "0.1", "--max-spread", "1", "--average-every", str(EVERY)]
+OPTIONS = ["--blocks", "4", "--block-seconds", "0.1", "--max-spread", "1", "--sync-every", str(EVERY)]
 
 
 def bench(launcher: list[str], task: str, *more: str) -> dict[str, Any]:
@@ -70,9 +70,9 @@ def main() -> None:
                 error = predicted[mode] / took_ms - 1
                 case = {"mbit": rate_mbit, "delay_ms": delay_ms, "hosts": hosts, "model": task, "mode": mode}
                 rows.append({**case, "predicted_ms": predicted[mode], "measured_ms": took_ms, "error": error})
-                told = f"predicted {predicted[mode]:.1f} ms, measured {took_ms:.1f} ms, {error:+.1%}"
-                print(f"{rate_mbit} Mbit/s, {delay_ms} ms, {hosts} hosts, {task}, {mode}: {told}", flush=True)
-            # Each case takes minutes: what was measured is kept, also where the rest is not waited for.
+                result = f"predicted {predicted[mode]:.1f} ms, measured {took_ms:.1f} ms, {error:+.1%}"
+                print(f"{rate_mbit} Mbit/s, {delay_ms} ms, {hosts} hosts, {task}, {mode}: {result}", flush=True)
+            # Each case takes minutes: save partial results in case the run is interrupted.
             kept.write_text(json.dumps(rows, indent=1) + "\n")
     errors = [abs(row["error"]) for row in rows]
     print(f"{len(rows)} cases: median {statistics.median(errors):.1%}, 95th percentile {np.percentile(errors, 95):.1%}")

@@ -1,10 +1,10 @@
-"""How long a job takes to end when a rank is killed, and to go on when it is started again.
+"""Recovery time: how long a job takes to end after a rank is killed, and to resume after a restart.
 
     launch/run python benchmarks/recovery.py
 
-Trains the digits on two ranks under mpirun, kills rank 1 in the middle, and starts the job again. Prints
-the seconds from the kill to the end of the last process, and from the start of the next job to its first
-step; and, for comparison, those from a first start to its first step.
+Trains the digits on two ranks under mpirun, kills rank 1, and restarts the job. Prints the seconds from the
+kill to the end of the last process, from the restart to the first step and, for comparison, from the first
+start to the first step.
 """
 
 import argparse
@@ -29,16 +29,16 @@ def start(run_dir: Path) -> Job:
     return Job([sys.executable, "-m", "hvdtrain", *map(str, options)], ranks=2)
 
 
-def wait_for(happened: Callable[[], bool]) -> float:
-    """The moment at which it is seen to have happened."""
-    while not happened():
-        # Looking takes a processor's time too, of which the job is to have all.
+def wait_for(condition: Callable[[], bool]) -> float:
+    """Waits until a condition holds and returns the time."""
+    while not condition():
+        # Poll rarely: the job should have all processor time.
         time.sleep(0.1)
     return time.time()
 
 
 def steps_logged(run_dir: Path, since_s: float) -> list[int]:
-    """The training steps that were logged since a moment."""
+    """The training steps logged since a point in time."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     events = [json.loads(line) for line in lines if line.endswith("}")]
@@ -56,9 +56,9 @@ def measure(run_dir: Path) -> dict[str, float]:
     os.kill(victim, signal.SIGKILL)
     seconds["kill to end"] = wait_for(lambda: not job.processes()) - killed_s
     job.end(10)
-    again_s = time.time()
+    restarted_s = time.time()
     job = start(run_dir)
-    seconds["start again to first step"] = wait_for(lambda: bool(steps_logged(run_dir, again_s))) - again_s
+    seconds["restart to first step"] = wait_for(lambda: bool(steps_logged(run_dir, restarted_s))) - restarted_s
     job.kill()
     job.end(10)
     return seconds

@@ -1,15 +1,15 @@
-"""One made-up batch of each network, without TensorFlow: PyTorch's benchmark has none."""
+"""A random batch for each network. Does not import TensorFlow, which PyTorch's benchmark does not have."""
 
 import numpy as np
 
-# Name to the batch size of a rank.
+# Network to batch size per rank.
 BATCH_SIZES = {"cnn": 64, "mlp": 32, "lstm": 32, "transformer": 16}
 TOKENS, VOCABULARY = 64, 1000
 _SHAPES = {"cnn": (24, 24, 3), "mlp": (64,)}
 
 
 def batch(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels of 10 classes; texts as numbers of tokens."""
+    """Inputs and labels of 10 classes; texts are token sequences."""
     rng, size = np.random.default_rng(0), BATCH_SIZES[name]
     if name in _SHAPES:
         x = rng.normal(size=(size, *_SHAPES[name])).astype(np.float32)

@@ -1,10 +1,10 @@
-"""Time to a loss on a slow network: sync and local training over links of 100 Mbit/s and 20 ms.
+"""Time to a given loss on a slow network: sync and local training over links of 100 Mbit/s and 20 ms.
 
     launch/run python benchmarks/slow_network.py        # as root, with Debian's iproute2 and openssh-server
 
-Hosts are network namespaces of this machine, a rank on each. Trains the digits each way in turn, again and again, and
-evaluates every 46 steps, which takes time too. Prints how long each takes to come to the loss that sync training has in
-the end. The last results are kept in ``benchmarks/results/slow_network.json``, and drawn by ``local_figure.py``.
+Hosts are network namespaces of this machine with one rank each. Trains the digits task in each mode, interleaved, with
+an evaluation every 46 steps, which is included in the time. Prints the time each mode takes to reach the final loss of
+sync training. The last results are in ``benchmarks/results/slow_network.json``; ``local_figure.py`` plots them.
 """
 
 import argparse
@@ -20,24 +20,24 @@ LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
 
-WAYS = {
+MODES = {
     "sync": [],
-    "local": ["--mode", "local", "--average-every", "16"],
-    "overlap": ["--mode", "local", "--average-every", "16", "--overlap"],
-    "wait-free": ["--mode", "local", "--average-every", "16", "--wait-free"],
+    "local": ["--mode", "local", "--sync-every", "16"],
+    "overlap": ["--mode", "local", "--sync-every", "16", "--overlap"],
+    "wait-free": ["--mode", "local", "--sync-every", "16", "--wait-free"],
 }
 LONGER = 3
 
 
-def train(lab: Laboratory, way: str, steps: int, run_dir: Path) -> dict[str, Any]:
-    """The evaluations of a run, each as seconds since the first step and loss; what was sent; and its summary."""
+def train(lab: Laboratory, mode: str, steps: int, run_dir: Path) -> dict[str, Any]:
+    """Trains; returns the evaluations (seconds since the first step, loss), bytes sent and facts of the summary."""
     options = ["--steps", str(steps), "--eval-every", "46", "--log-every", "1000", "--check-every", "0"]
-    train = [sys.executable, "-m", "hvdtrain", *options, "--run-dir", str(run_dir), *WAYS[way]]
+    train = [sys.executable, "-m", "hvdtrain", *options, "--run-dir", str(run_dir), *MODES[mode]]
     command = lab.command(lab.names[0], [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), *train])
     sent = lab.bytes_sent(lab.names[0])
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
-        sys.exit(f"{way} failed:\n{done.stdout}\n{done.stderr}")
+        sys.exit(f"{mode} failed:\n{done.stdout}\n{done.stderr}")
     events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     evaluations = [event for event in events if event["event"] == "eval"]
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -56,13 +56,13 @@ def seconds_to(loss: float, curve: list[list[float]]) -> float | None:
 
 
 def measure(ranks: int, repeats: int, steps: int) -> dict[str, list[dict[str, Any]]]:
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     with Laboratory(ranks, rate_mbit=100, delay_ms=10) as lab, tempfile.TemporaryDirectory() as folder:
         for repeat in range(repeats):
-            for way in WAYS:
-                # Local training needs more steps to the same loss, and has the time for them.
-                length = steps if way == "sync" else LONGER * steps
-                runs[way].append(train(lab, way, length, Path(folder) / f"{way}-{repeat}"))
+            for mode in MODES:
+                # Local training needs more steps to reach the same loss, and makes them faster.
+                length = steps if mode == "sync" else LONGER * steps
+                runs[mode].append(train(lab, mode, length, Path(folder) / f"{mode}-{repeat}"))
     return runs
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         runs = results[str(ranks)] = measure(ranks, arguments.repeats, arguments.steps)
         goals = [run["curve"][-1][1] for run in runs["sync"]]
-        for way, each in runs.items():
+        for mode, each in runs.items():
             times = [seconds_to(goal, run["curve"]) for goal, run in zip(goals, each, strict=True)]
             ratios = [
                 runs["sync"][i]["curve"][-1][0] / seconds for i, seconds in enumerate(times) if seconds is not None
@@ -85,8 +85,8 @@ def main() -> None:
             hidden = statistics.median(run["hidden_share"] or 0 for run in each)
             sent = statistics.median(run["bytes_sent_per_step"] for run in each)
             print(
-                f"{ranks} ranks, {way}: {text} times as fast as sync to its loss, in {len(ratios)} of {len(each)} "
-                f"runs; {sent:.0f} bytes sent a step, {100 * hidden:.0f} % of the averaging hidden",
+                f"{ranks} ranks, {mode}: {text}x as fast as sync to its final loss, reached in {len(ratios)} of "
+                f"{len(each)} runs; {sent:.0f} bytes sent per step, {100 * hidden:.0f} % of the averaging overlapped",
                 flush=True,
             )
     path = Path(__file__).parent / "results" / "slow_network.json"

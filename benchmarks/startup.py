@@ -1,9 +1,9 @@
-"""From a start to the first step, and where the time goes: two ranks of hvdtrain and one of plain Keras, in turn.
+"""Time from start to the first step, by phase: two ranks of hvdtrain and one of plain Keras, interleaved.
 
     launch/run python benchmarks/startup.py
 
-Both train the digits, with the same network and batch. Plain Keras imports TensorFlow, makes the model and fits one
-batch; hvdtrain is started as a user does, by launch/run horovodrun -np 2, and its ranks note how far they have come.
+Both train the digits with the same network and batch. Plain Keras imports TensorFlow, builds the model and fits one
+batch; hvdtrain is started as by a user, with launch/run horovodrun -np 2, and its ranks record the end of each phase.
 """
 
 import argparse
@@ -32,35 +32,35 @@ print("FIRST", time.time())
 
 
 def rank(run_dir: str) -> None:
-    """``python -m hvdtrain``, with the moments noted at which it has come how far."""
-    moments = {"the launcher, and Python": time.time()}
-    from hvdtrain import process
+    """Runs ``python -m hvdtrain`` and records when each phase ends."""
+    moments = {"launcher and Python": time.time()}
+    from hvdtrain.system import environment, tensorflow_start
 
-    process.import_tensorflow()
+    tensorflow_start.import_tensorflow()
     import tensorflow  # noqa: F401
 
     moments["importing TensorFlow"] = time.time()
-    from hvdtrain import runtime
-    from hvdtrain.cli import main
-    from hvdtrain.steps import CompiledSteps
+    from hvdtrain.commands.cli import main
+    from hvdtrain.distributed import runtime
+    from hvdtrain.training.train_step import TrainStep
 
     moments["importing hvdtrain and Keras"] = time.time()
-    init, train = runtime.init, CompiledSteps.train
+    init, run = runtime.init, TrainStep.run
 
-    def noted_init(**options):
+    def recorded_init(**options):
         made = init(**options)
         moments.setdefault("starting Horovod", time.time())
         return made
 
-    def noted_train(*arguments):
-        moments.setdefault("data, model, comparing ranks", time.time())
-        train(*arguments)
-        if "the first step, which compiles" not in moments:
-            moments["the first step, which compiles"] = time.time()
-            if process.find_launcher().rank == 0:
+    def recorded_run(*arguments):
+        moments.setdefault("data, model, comparison of ranks", time.time())
+        run(*arguments)
+        if "first step, which compiles" not in moments:
+            moments["first step, which compiles"] = time.time()
+            if environment.launcher().rank == 0:
                 print("MOMENTS " + json.dumps(moments), flush=True)
 
-    runtime.init, CompiledSteps.train = noted_init, noted_train
+    runtime.init, TrainStep.run = recorded_init, recorded_run
     sys.exit(main(["--steps", "2", "--run-dir", run_dir]))
 
 
@@ -71,7 +71,7 @@ def plain_s() -> float:
 
 
 def job_s(folder: Path) -> dict[str, float]:
-    """The seconds of each part."""
+    """The seconds of each phase."""
     began_s = time.time()
     command = [str(ROOT / "launch" / "run"), "horovodrun", "-np", "2", "python", __file__, "--rank", str(folder)]
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}

@@ -1,9 +1,9 @@
-"""The text task on real text: tell apart Python, C++, type stubs, and English, from files that are installed anyway.
+"""The text task on real text: classifies Python, C++, type stubs and English from installed files.
 
     launch/run mpirun -np 2 python benchmarks/text_sources.py
 
-Cuts 40 lines at a time out of the files of NumPy, Keras, TensorFlow, scikit-learn and mypy, and out of all packages'
-licences and descriptions; files of the test are not in the training. Prints the accuracy on the test. Goal: 0.95.
+Splits files of NumPy, Keras, TensorFlow, scikit-learn and mypy, and the licences and descriptions of all packages, into
+pieces of 60 lines; training and test use different files. Prints the test accuracy. Goal: 0.95.
 """
 
 import argparse
@@ -19,10 +19,11 @@ import hvdtrain
 
 topology = hvdtrain.init(seed=0)
 
-from hvdtrain import cli, runtime
+from hvdtrain.commands import cli
+from hvdtrain.distributed import runtime
 
 LINES, PER_KIND = 60, 4000
-# Of each kind: distributions (none: all that are installed), and how the names of their files end.
+# Kind to distributions (empty: all installed) and file name endings.
 KINDS = {
     "python": (("numpy", "keras", "scikit-learn"), (".py",)),
     "c++": (("tensorflow",), (".h",)),
@@ -32,7 +33,7 @@ KINDS = {
 
 
 def pieces(names: tuple[str, ...], endings: tuple[str, ...], rng: np.random.Generator) -> dict[bool, list[str]]:
-    """Texts for the training (False) and for the test (True)."""
+    """Training texts (False) and test texts (True)."""
     names = names or tuple(sorted({each.name for each in importlib.metadata.distributions()}))
     files = sorted(
         Path(str(file.locate()))
@@ -67,7 +68,7 @@ def write_tables(folder: Path) -> None:
             writer = csv.writer(file)
             writer.writerow(["text", "label"])
             writer.writerows(rows[number] for number in rng.permutation(len(rows)))
-    print({label: sum(row[1] == label for row in tables[True]) for label in KINDS}, "texts in the test")
+    print({label: sum(row[1] == label for row in tables[True]) for label in KINDS}, "test texts")
 
 
 def main() -> None:

@@ -1,27 +1,44 @@
-"""The compiled step that Trainer runs, by itself; after hvdtrain.init()."""
+"""Trainer's compiled step without the Trainer. Requires hvdtrain.init()."""
+
+from types import SimpleNamespace
 
 import keras
-import tensorflow as tf
 from networks import NETWORKS, compiled, endless_batches
 
 import hvdtrain
-from hvdtrain.gradient_watch import GradientWatch
-from hvdtrain.steps import CompiledSteps
-from hvdtrain.timing.step_times import StepTimes
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.training.config import StepConfig
+from hvdtrain.training.gradient_monitor import GradientMonitor
+from hvdtrain.training.step_times import StepTimes
+from hvdtrain.training.train_step import LossWeights, TrainStep
 
 
 def trainer_steps(
-    name: str, steps_per_call: int, *, jit_compile: bool = False
-) -> tuple[CompiledSteps, tf.data.Iterator]:
-    """Distributed optimizer, NaN guard, gradient norm and times; and batches for it."""
-    # A batch of texts uses most of the rows of the table, and some of them often.
-    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3, momentum=0.9), sparse_as_dense=True)
+    name: str,
+    steps_per_execution: int,
+    *,
+    jit_compile: bool = False,
+    groups: int | None = None,
+    collectives: Collectives | None = None,
+) -> TrainStep:
+    """A step with distributed optimizer, NaN guard, gradient norm and timing, on an endless feed of one batch."""
+    optimizer = hvdtrain.DistributedOptimizer(
+        keras.optimizers.SGD(1e-3, momentum=0.9),
+        groups=groups,
+        # A batch of texts uses most rows of the embedding, some repeatedly.
+        sparse_as_dense=True,
+        collectives=collectives,
+    )
     model = compiled(NETWORKS[name][0](), optimizer)
     model.optimizer.build(model.trainable_variables)
     times = StepTimes(1)
-    watch = GradientWatch(model.optimizer, times, on_nan="stop")
-    watch.build(model.trainable_variables)
-    steps = CompiledSteps(
-        model, steps_per_call=steps_per_call, times=times, watch=watch, weighted=False, jit_compile=jit_compile
+    monitor = GradientMonitor(model.optimizer, times, on_nan="stop")
+    monitor.build(model.trainable_variables)
+    return TrainStep(
+        model,
+        SimpleNamespace(iterator=endless_batches(name)),
+        StepConfig(steps_per_execution=steps_per_execution, jit_compile=jit_compile),
+        times=times,
+        monitor=monitor,
+        weights=LossWeights(is_weighted=False, has_fillers=False, loss_sums=False),
     )
-    return steps, endless_batches(name)

@@ -1,13 +1,13 @@
-"""Throughput where one of four ranks takes twice as long: sync, local and wait-free; and where it is stopped.
+"""Throughput with a straggler: one of four ranks takes twice as long, or is stopped; sync, local and wait-free.
 
     launch/run mpirun -np 4 python benchmarks/uneven_ranks.py
     launch/run horovodrun --gloo -np 4 python benchmarks/uneven_ranks.py
 
-Each step takes a declared time on every rank, twice as long on the last one: what is left of it is waited for. Prints
-the samples per second of all ranks together, over that of sync training in the same turn, within one epoch: at its end,
-and to evaluate, ranks meet in every mode. Then stops the last rank for ten seconds and prints
-how many steps the others make in each second meanwhile. The last results are kept in
-``benchmarks/results/uneven_ranks-*.json``, and drawn by ``benchmarks/local_figure.py``.
+A layer sleeps until each step has taken a fixed time, twice as long on the last rank. Prints the samples per second of
+all ranks, relative to sync training in the same repetition. Runs stay within one epoch, because in every mode ranks
+synchronize at its end and for evaluation. Then stops the last rank for ten seconds and prints how many steps rank 0
+makes in each second. The last results are in ``benchmarks/results/uneven_ranks-*.json``; ``benchmarks/local_figure.py``
+plots them.
 """
 
 import argparse
@@ -28,22 +28,23 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain import LocalTraining, runtime
-from hvdtrain.data import Arrays
+from hvdtrain import LocalSGDConfig
+from hvdtrain.data import Arrays, Data
+from hvdtrain.distributed import runtime
 from hvdtrain.tasks import load_task
 
 STEP_S, EVERY = 0.1, 8
-EPOCH = 10  # times the digits: longer than a run
-WAYS = {
+EPOCH_REPEATS = 10  # of the digits: longer than a run
+MODES = {
     "sync": None,
-    "local": LocalTraining(every=EVERY),
-    "overlap": LocalTraining(every=EVERY, overlap=True),
-    "wait-free": LocalTraining(every=EVERY, wait_free=True),
+    "local": LocalSGDConfig(sync_every=EVERY),
+    "overlap": LocalSGDConfig(sync_every=EVERY, overlap=True),
+    "wait-free": LocalSGDConfig(sync_every=EVERY, wait_free=True),
 }
 
 
 class Delay(layers.Layer):
-    """Waits until a step has taken its time, as a slower processor would have to be waited for."""
+    """Sleeps until a step has taken its time, to simulate a slower processor."""
 
     def __init__(self, seconds: float):
         super().__init__()
@@ -65,7 +66,7 @@ class Delay(layers.Layer):
 
 
 class Curve(keras.callbacks.Callback):
-    """The loss of all ranks now and then."""
+    """Records the loss over all ranks at each evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Curve(keras.callbacks.Callback):
         self.points.append([time.time(), (logs or {})["loss"]])
 
 
-def train(way: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | None = None) -> dict[str, Any]:
+def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | None = None) -> dict[str, Any]:
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     is_slow = topology.rank == topology.size - 1
@@ -88,38 +89,34 @@ def train(way: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | No
     model.compile(optimizer=keras.optimizers.Adam(2e-3), loss=task.make_loss())
     samples = data.training.evaluation_batches(data.training.num_samples, 0, 1, 0, frozenset())
     x, y = next(iter(samples))
-    repeated = Arrays(np.tile(x, (EPOCH, 1, 1, 1)), np.tile(y, EPOCH))
+    repeated = Arrays(np.tile(x, (EPOCH_REPEATS, 1, 1, 1)), np.tile(y, EPOCH_REPEATS))
     curve = Curve()
-    trainer = hvdtrain.Trainer(
-        model,
-        repeated,
-        data.evaluation,
-        batch_size=32,
+    config = hvdtrain.TrainConfig(
+        mode="sync" if MODES[mode] is None else "local",
+        local_sgd=MODES[mode] or LocalSGDConfig(),
         steps=steps,
-        log_every=steps,
         eval_every=eval_every,
-        check_every=0,
-        callbacks=[curve],
-        local=WAYS[way],
+        guards=hvdtrain.GuardConfig(check_every=0),
+        logging=hvdtrain.LoggingConfig(log_every=steps),
     )
-    summary = trainer.fit()
-    # The first steps compile: from the end of the tenth on.
+    summary = hvdtrain.Trainer(model, Data(repeated, data.evaluation), config, callbacks=[curve]).fit()
+    # Measured from the end of the tenth step, because the first ones compile.
     ends_s = delay.step_ends_s
-    made = len(ends_s) - 10
+    num_steps = len(ends_s) - 10
     return {
-        "samples_per_s": 32 * made / (ends_s[-1] - ends_s[9]),
+        "samples_per_s": 32 * num_steps / (ends_s[-1] - ends_s[9]),
         "step_ends_s": ends_s,
         "curve": [[moment - ends_s[0], loss] for moment, loss in curve.points],
         "steps": summary["steps"],
     }
 
 
-def in_all(mine: float) -> float:
-    return sum(runtime.current().collectives.allgather(mine))
+def sum_over_ranks(value: float) -> float:
+    return sum(runtime.current().collectives.allgather(value))
 
 
 def stopped_for_ten_seconds() -> list[int]:
-    """Steps that rank 0 makes in each second while the last rank is stopped."""
+    """The steps that rank 0 makes in each second while the last rank is stopped."""
     is_slow = topology.rank == topology.size - 1
     moments: list[float] = []
 
@@ -138,22 +135,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=90)
     arguments = parser.parse_args()
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
     for _ in range(arguments.repeats):
-        for way in WAYS:
-            rates[way].append(in_all(train(way, arguments.steps, eval_every=arguments.steps)["samples_per_s"]))
-    # Apart, for ranks meet to evaluate, and at the end of each epoch.
-    runs = {way: [{"curve": train(way, arguments.steps, eval_every=10)["curve"]}] for way in WAYS}
+        for mode in MODES:
+            rates[mode].append(
+                sum_over_ranks(train(mode, arguments.steps, eval_every=arguments.steps)["samples_per_s"])
+            )
+    # Separate runs, because ranks synchronize for evaluation.
+    runs = {mode: [{"curve": train(mode, arguments.steps, eval_every=10)["curve"]}] for mode in MODES}
     counts = stopped_for_ten_seconds()
     if topology.rank != 0:
         return
-    for way, values in rates.items():
+    for mode, values in rates.items():
         ratios = [value / sync for value, sync in zip(values, rates["sync"], strict=True)]
         print(
-            f"{topology.launcher}, {way}: {statistics.median(values):.0f} samples/s, {statistics.median(ratios):.2f} "
-            f"times sync ({min(ratios):.2f} to {max(ratios):.2f})"
+            f"{topology.launcher}, {mode}: {statistics.median(values):.0f} samples/s, {statistics.median(ratios):.2f}"
+            f"x sync ({min(ratios):.2f} to {max(ratios):.2f})"
         )
-    print(f"steps of rank 0 in each second while the last rank is stopped: {counts}")
+    print(f"steps of rank 0 per second while the last rank is stopped: {counts}")
     name = "gloo" if "gloo" in topology.launcher else "mpi"
     path = Path(__file__).parent / "results" / f"uneven_ranks-{name}.json"
     path.parent.mkdir(exist_ok=True)

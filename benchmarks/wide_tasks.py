@@ -1,4 +1,4 @@
-"""Tasks whose steps are mostly communication: dense layers on few samples, for the benchmarks of networks."""
+"""Communication-bound tasks for network benchmarks: large dense layers on few samples."""
 
 import keras
 import numpy as np
@@ -10,12 +10,12 @@ import hvdtrain
 def wide(width: int) -> hvdtrain.Task:
     """Three layers of ``width`` squared parameters each."""
 
-    def model(data: hvdtrain.tasks.Data) -> keras.Model:
+    def model(data: hvdtrain.data.Data) -> keras.Model:
         return keras.Sequential([layers.Input((width,)), *(layers.Dense(width) for _ in range(3))])
 
-    def data(data_dir: object) -> hvdtrain.tasks.Data:
+    def data(data_dir: object) -> hvdtrain.data.Data:
         x = np.zeros((256, width), np.float32)
-        return hvdtrain.tasks.Data(hvdtrain.data.Arrays(x, x))
+        return hvdtrain.data.Data(hvdtrain.data.Arrays(x, x))
 
     return hvdtrain.Task(
         model=model, data=data, loss="mse", optimizer="sgd", defaults={"batch_size": 4, "learning_rate": 1e-3}

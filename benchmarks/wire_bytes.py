@@ -1,11 +1,11 @@
-"""What training sends over the network: bytes per step and rank, and how much of the link it makes use of.
+"""Network traffic of training: bytes per step and rank, and link utilization.
 
     launch/run python benchmarks/wire_bytes.py        # as root, with Debian's iproute2 and openssh-server
 
-Hosts are network namespaces of this machine, joined by links of 100 Mbit/s, a rank on each. Trains a network of 67 MB
-in sync mode and in local mode, each for two numbers of steps: the difference is that of the steps alone, without the
-start. Bytes are those that the hosts' interfaces have sent, with the headers of IP and TCP. A ring has to send
-2 (N - 1) / N times the size of the model from each rank; goals: at most 1.06 of that, at least 0.92 of the link.
+Hosts are network namespaces of this machine with one rank each and links of 100 Mbit/s. Trains a network of 67 MB in
+sync and local mode, each with two numbers of steps, so that the difference excludes start-up. Bytes are counted at the
+hosts' interfaces, including IP and TCP headers. Each rank of a ring must send 2 (N - 1) / N times the model size.
+Goals: at most 1.06 of that, at least 0.92 of the link.
 """
 
 import argparse
@@ -36,16 +36,22 @@ def train(mode: str, steps: int) -> None:
     model = keras.Sequential([layers.Input((WIDTH,)), *(layers.Dense(WIDTH) for _ in range(LAYERS))])
     model.compile(optimizer=keras.optimizers.SGD(1e-3), loss="mse", jit_compile=False)
     x = np.zeros((64, WIDTH), np.float32)
-    local = hvdtrain.LocalTraining(every=EVERY) if mode == "local" else None
-    options = {"steps": steps, "check_every": 0, "log_every": 1000, "local": local}
-    summary = hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, x), batch_size=4, **options).fit()
+    config = hvdtrain.TrainConfig(
+        mode=mode,
+        local_sgd=hvdtrain.LocalSGDConfig(sync_every=EVERY if mode == "local" else 16),
+        batch_size=4,
+        steps=steps,
+        guards=hvdtrain.GuardConfig(check_every=0),
+        logging=hvdtrain.LoggingConfig(log_every=1000),
+    )
+    summary = hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, x), config).fit()
     if topology.rank == 0:
         size = sum(4 * variable.value.shape.num_elements() for variable in model.weights)
         print(json.dumps({"seconds": summary["wall_seconds"], "model_bytes": size}), flush=True)
 
 
 def run(lab: Laboratory, mode: str, steps: int) -> tuple[list[int], float, int]:
-    """The bytes that each host has sent, the seconds of the training, and the bytes of the model."""
+    """Trains; returns the bytes sent by each host, the training time in seconds and the model size in bytes."""
     before = [lab.bytes_sent(name) for name in lab.names]
     command = [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), sys.executable, __file__, "--train", mode, str(steps)]
     done = subprocess.run(lab.command("lab1", command), capture_output=True, text=True, timeout=900, check=False)
@@ -57,7 +63,7 @@ def run(lab: Laboratory, mode: str, steps: int) -> tuple[list[int], float, int]:
 
 
 def measure(lab: Laboratory, mode: str, few: int, many: int) -> tuple[float, float]:
-    """Bytes over those that a ring has to send, and the rate over that of the link."""
+    """Bytes relative to the minimum of a ring, and rate relative to the link's."""
     (few_sent, few_s, size), (many_sent, many_s, _) = run(lab, mode, few), run(lab, mode, many)
     steps = many - few
     sent = statistics.mean(b - a for a, b in zip(few_sent, many_sent, strict=True))
@@ -70,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--mtu", type=int, default=9000, help="bytes of the largest packet")
+    parser.add_argument("--mtu", type=int, default=9000, help="MTU in bytes")
     parser.add_argument("--train", nargs=2, metavar=("MODE", "STEPS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
@@ -80,7 +86,7 @@ def main() -> None:
         with Laboratory(ranks, rate_mbit=RATE_MBIT, mtu_bytes=arguments.mtu) as lab:
             for mode in ("sync", "local"):
                 found = [measure(lab, mode, 4, 12) for _ in range(arguments.repeats)]
-                for i, name in enumerate(("bytes over the needed", "rate over the link's")):
+                for i, name in enumerate(("bytes relative to a ring's minimum", "rate relative to the link's")):
                     values = [each[i] for each in found]
                     spread = f"{min(values):.3f} to {max(values):.3f}, {len(values)} repetitions"
                     print(f"{ranks} ranks, {mode}: {name}: {statistics.median(values):.3f} ({spread})", flush=True)

@@ -1,48 +1,56 @@
-"""A GradientTape loop made distributed: every line that is new is marked with (hvd).
+"""A distributed GradientTape loop: (hvd) marks the lines that make it distributed.
 
 launch/run horovodrun -np 2 python examples/custom_loop.py
 """
 
-import hvdtrain  # (hvd) before TensorFlow, so that its start is quiet
+import hvdtrain  # (hvd) before TensorFlow, to silence its start-up messages
 
-topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod; one GPU and a share of the cores for each rank
+topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod; assigns each rank a GPU and a share of the cores
 
 import keras
 import tensorflow as tf
+from keras import layers
+from sklearn.datasets import load_digits
 
-from hvdtrain.data import evaluation_dataset, training_dataset
-from hvdtrain.sampling import SamplePlan
-from hvdtrain.tasks import digits
-
+BATCH_SIZE = 32  # per rank
 STEPS = 300
 
-data = digits.read_data(None)
-plan = SamplePlan(  # (hvd) one global order of samples; this rank's part of each global batch
-    num_samples=data.training.num_samples, batch_size=32, rank=topology.rank, size=topology.size, seed=1
+digits = load_digits()
+images, labels = digits.images[..., None].astype("float32") / 16, digits.target
+test_images, test_labels = images[:360], labels[:360]
+samples = tf.data.Dataset.from_tensor_slices((images[360:], labels[360:])).shuffle(len(images), seed=1).repeat()
+# (hvd) all ranks shuffle alike and each takes every n-th sample, so that a step sees the same samples as one process
+samples = samples.shard(topology.size, topology.rank)
+
+model = keras.Sequential(
+    [
+        layers.Input((8, 8, 1)),
+        layers.Conv2D(32, 3, padding="same", activation="relu"),
+        layers.MaxPooling2D(),
+        layers.Flatten(),
+        layers.Dense(64, activation="relu"),
+        layers.Dense(10),
+    ]
 )
-model = digits.make_model()
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(2e-3))  # (hvd) averages the gradients
-model.compile(optimizer=optimizer, loss=loss)
-hvdtrain.broadcast(model)  # (hvd) rank 0's initial weights for everyone
+model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+hvdtrain.broadcast(model)  # (hvd) all ranks start with rank 0's weights
 
 
 @tf.function
-def train_step(data: tuple[tf.Tensor, tf.Tensor], factor: tf.Tensor) -> tf.Tensor:
-    images, labels = data
+def train_step(images, labels):
     with tf.GradientTape() as tape:
-        value = factor * loss(labels, model(images, training=True))  # (hvd) a short last step is shared out unevenly
-    gradients = tape.gradient(value, model.trainable_variables)
-    optimizer.apply(gradients, model.trainable_variables)
+        value = loss(labels, model(images, training=True))
+    optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
     return value
 
 
-for step, batch in enumerate(training_dataset(data.training, plan).take(STEPS), start=1):
-    value = train_step(*batch)
-    if step % 50 == 0 and topology.rank == 0:  # (hvd) one rank prints
-        print(f"step {step} loss {float(value):.4f}")
+for step, (images, labels) in enumerate(samples.batch(BATCH_SIZE).take(STEPS), start=1):
+    value = train_step(images, labels)
+    if step % 50 == 0 and topology.rank == 0:  # (hvd) only rank 0 prints
+        print(f"step {step} loss {float(value):.4f}", flush=True)
 
 if topology.rank == 0:  # (hvd)
-    for images, labels in evaluation_dataset(data.evaluation, batch_size=360, rank=0, size=1):
-        accuracy = tf.reduce_mean(keras.metrics.sparse_categorical_accuracy(labels, model(images)))
-        print(f"test accuracy {float(accuracy):.3f} after training on {topology.size} rank(s)")
+    _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
+    print(f"test accuracy {accuracy:.3f} after training on {topology.size} rank(s)")

@@ -1,17 +1,17 @@
-"""A Keras script made distributed: every line that is new is marked with (hvd).
+"""A distributed Keras script: (hvd) marks the lines that make it distributed.
 
 launch/run horovodrun -np 2 python examples/keras_fit.py
 """
 
-import hvdtrain  # (hvd) before TensorFlow, so that its start is quiet
+import hvdtrain  # (hvd) before TensorFlow, to silence its start-up messages
 
-topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod; one GPU and a share of the cores for each rank
+topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod; assigns each rank a GPU and a share of the cores
 
 import keras
 from keras import layers
 from sklearn.datasets import load_digits
 
-BATCH_SIZE = 32  # of each rank
+BATCH_SIZE = 32  # per rank
 EPOCHS = 12
 
 digits = load_digits()
@@ -19,9 +19,7 @@ images, labels = digits.images[..., None].astype("float32") / 16, digits.target
 test_images, test_labels = images[:360], labels[:360]
 images, labels = images[360:], labels[360:]
 
-# (hvd) every rank trains on its own part; equal parts, so that all make the same number of steps
-usable = len(images) // topology.size * topology.size
-images, labels = images[topology.rank : usable : topology.size], labels[topology.rank : usable : topology.size]
+images, labels = hvdtrain.shard(images, labels)  # (hvd) each rank trains on its own part, all with equally many steps
 
 model = keras.Sequential(
     [
@@ -41,10 +39,12 @@ model.compile(
     metrics=["accuracy"],
     jit_compile=False,  # (hvd) Horovod's operations cannot be compiled by XLA
 )
-hvdtrain.broadcast(model)  # (hvd) rank 0's initial weights for everyone
+hvdtrain.broadcast(model)  # (hvd) all ranks start with rank 0's weights
 
-is_first = topology.rank == 0  # (hvd) one rank prints and saves
-model.fit(images, labels, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=2 if is_first else 0)
-if is_first:
+callbacks = hvdtrain.callbacks.distributed(  # (hvd) all ranks decide alike; rank 0 shows the progress
+    [keras.callbacks.ReduceLROnPlateau("loss", patience=2)]
+)
+model.fit(images, labels, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=2, callbacks=callbacks)
+if topology.rank == 0:  # (hvd) only rank 0 saves and prints
     _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
     print(f"test accuracy {accuracy:.3f} after training on {topology.size} rank(s)")

@@ -1,33 +1,33 @@
-"""The layers of one model on two devices of a rank, and its gradients averaged over ranks: (hvd) marks what is new.
+"""A model on two devices per rank, with gradients averaged over ranks: (hvd) marks the distributed lines.
 
 launch/run horovodrun -np 2 python examples/model_parallel.py
 
-The devices are two logical CPUs here, so that it runs anywhere.
+Here the devices are two logical CPUs, so that the example runs anywhere.
 """
 
-import hvdtrain  # (hvd) before TensorFlow, so that its start is quiet
+from hvdtrain import DistributedOptimizer, broadcast, init  # (hvd) before TensorFlow, to silence its messages
 
 # isort: split
 import tensorflow as tf
 
 (cpu,) = tf.config.list_physical_devices("CPU")
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-topology = hvdtrain.init(seed=1)  # (hvd) starts Horovod
+topology = init(seed=1)  # (hvd) starts Horovod
 
 import keras
 from keras import layers
+from sklearn.datasets import load_digits
 
-from hvdtrain.data import training_dataset
-from hvdtrain.sampling import SamplePlan
-from hvdtrain.tasks import digits
-
+BATCH_SIZE = 32  # per rank
 STEPS = 300
 FIRST, SECOND = "CPU:0", "CPU:1"
 
-data = digits.read_data(None)
-plan = SamplePlan(  # (hvd) one global order of samples; this rank's part of each global batch
-    num_samples=data.training.num_samples, batch_size=32, rank=topology.rank, size=topology.size, seed=1
-)
+digits = load_digits()
+images, labels = digits.images[..., None].astype("float32") / 16, digits.target
+test_images, test_labels = images[:360], labels[:360]
+samples = tf.data.Dataset.from_tensor_slices((images[360:], labels[360:])).shuffle(len(images), seed=1).repeat()
+# (hvd) all ranks shuffle alike and each takes every n-th sample, so that a step sees the same samples as one process
+samples = samples.shard(topology.size, topology.rank)
 
 
 class Split(keras.Model):
@@ -55,26 +55,25 @@ class Split(keras.Model):
 
 
 model = Split()
-model(data.training.x[:1])
+model(test_images[:1])
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(2e-3))  # (hvd) averages the gradients
+optimizer = DistributedOptimizer(keras.optimizers.Adam(2e-3))  # (hvd) averages the gradients
 model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
-hvdtrain.broadcast(model)  # (hvd) rank 0's initial weights for everyone
+broadcast(model)  # (hvd) all ranks start with rank 0's weights
 
 
 @tf.function
-def train_step(batch, factor):
-    images, labels = batch
+def train_step(images, labels):
     with tf.GradientTape() as tape:
-        value = factor * loss(labels, model(images, training=True))  # (hvd) a short last step is shared out unevenly
+        value = loss(labels, model(images, training=True))
     optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
 
 
-for batch in training_dataset(data.training, plan).take(STEPS):
-    train_step(*batch)
+for images, labels in samples.batch(BATCH_SIZE).take(STEPS):
+    train_step(images, labels)
 
-if topology.rank == 0:  # (hvd) one rank prints
+if topology.rank == 0:  # (hvd) only rank 0 prints
     for variable in model.trainable_variables:
         print(f"{variable.path} on {variable.value.device[-5:]}")
-    _, accuracy = model.evaluate(data.evaluation.x, data.evaluation.y, verbose=0)
+    _, accuracy = model.evaluate(test_images, test_labels, verbose=0)
     print(f"test accuracy {accuracy:.3f} after training on {topology.size} rank(s)")

@@ -1,4 +1,4 @@
-"""A task of your own: four fields in a file.
+"""A custom task: a file with four fields.
 
 launch/run horovodrun -np 2 python -m hvdtrain --task examples/own_task.py
 """
@@ -9,8 +9,7 @@ from keras import layers
 from sklearn.datasets import load_breast_cancer
 
 import hvdtrain
-from hvdtrain.data import Arrays
-from hvdtrain.tasks import Data
+from hvdtrain.data import Arrays, Data
 
 
 def read_data(data_dir):

@@ -1,14 +1,14 @@
-"""The errors a user can meet, each with the exit code it ends the job with."""
+"""hvdtrain's exceptions, each with the exit code with which it ends the job."""
 
 
 class HvdtrainError(Exception):
-    """A rule was broken; the message states the rule, what was received and what to do. Exit code 1."""
+    """Base class. Messages state the rule, the value received and the remedy. Exit code 1."""
 
     exit_code = 1
 
 
 class UsageError(HvdtrainError, ValueError):
-    """A flag, a configuration key or an argument is wrong. Exit code 64."""
+    """A flag, configuration key or argument is invalid. Exit code 64."""
 
     exit_code = 64
 
@@ -17,7 +17,7 @@ class NonFiniteError(HvdtrainError):
     """A loss or a gradient is NaN or infinite. Exit code 1.
 
     Args:
-        rank: the one that alone meets it; None: every rank does.
+        rank: the only rank that raises it; None: all ranks raise it.
     """
 
     def __init__(self, message: str, *, rank: int | None = None):
@@ -32,7 +32,7 @@ class DataError(HvdtrainError):
 
 
 class DivergenceError(HvdtrainError):
-    """Replicas that must be equal are not. Exit code 70."""
+    """Replicas that must be equal differ. Exit code 70."""
 
     exit_code = 70
 
@@ -44,6 +44,15 @@ class DisagreementError(HvdtrainError):
 
 
 class StoppedEarly(HvdtrainError):  # noqa: N818
-    """The job was asked to stop; resume to go on. Exit code 75."""
+    """The job stopped on request; it can be resumed. Exit code 75."""
 
     exit_code = 75
+
+
+class JobError(HvdtrainError):
+    """An error of one rank, raised on all ranks with that error's exit code."""
+
+    def __init__(self, message: str, *, exit_code: int, rank: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.rank = rank

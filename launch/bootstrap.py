@@ -1,9 +1,9 @@
-"""Makes the environment of this checkout when it is missing or out of date, then runs a command in it.
+"""Creates this checkout's environment if it is missing or out of date, then runs a command in it.
 
-Called by ``launch/run``; with ``--restarts``, ``restarts.py`` runs the command. Only the standard library,
-any Python from 3.10 on. Settings, all from the environment: ``HVDTRAIN_PYTHON`` (the interpreter), and
-those of ``launch/horovod/backend.py`` (``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). Another value makes
-the environment anew; one that is not mentioned again stays in force until ``.venv`` is deleted.
+Called by ``launch/run``; with ``--restarts``, ``restarts.py`` runs the command. Uses only the standard
+library of Python 3.10 or later. Settings are environment variables: ``HVDTRAIN_PYTHON`` (the interpreter) and
+those of ``launch/horovod/backend.py`` (``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). Changing a value rebuilds
+the environment; a setting stays in effect without being repeated until ``.venv`` is deleted.
 """
 
 import fcntl
@@ -29,13 +29,13 @@ STAMP = VENV / "hvdtrain-environment.json"
 LOCK = ROOT / ".venv.lock"
 UV_HOME = ROOT / ".venv.uv"
 INPUTS = ("pyproject.toml", "launch/horovod/pyproject.toml", "launch/horovod/backend.py", "launch/horovod/horovod.txt")
-# Choices, not circumstances: MPI_HOME or CXX can differ between a login and a job, which must not rebuild
-# the environment that other jobs run in.
+# Only deliberate choices: MPI_HOME or CXX may differ between login and compute nodes, which must not rebuild the
+# environment that other jobs are using.
 SETTINGS = ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HVDTRAIN_PYTHON")
-# Measured: 2.4 GB in the package cache; the environment shares them where it lies on the same disk.
+# Measured: 2.4 GB in the package cache; the environment shares its files if it is on the same disk.
 NEEDED_DISK_GB = 5
 PROGRESS_EVERY_S = 15
-SHOWN_LINES_OF_FAILURE = 30
+FAILURE_LINES_SHOWN = 30
 
 
 def say(message: str) -> None:
@@ -48,23 +48,23 @@ def fail(rule: str, remedy: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def made_from() -> str:
-    """Changes with the files the environment is made from, and with its place (scripts name it)."""
+def inputs_digest() -> str:
+    """A digest of the files that define the environment, and of its path, which scripts contain."""
     digest = hashlib.sha256(str(ROOT).encode())
     for name in INPUTS:
         text = (ROOT / name).read_text()
-        digest.update((what_is_installed(text) if name == "pyproject.toml" else text).encode())
+        digest.update((installation_sections(text) if name == "pyproject.toml" else text).encode())
     return digest.hexdigest()
 
 
-def what_is_installed(pyproject: str) -> str:
-    """The sections that decide it: another rule for a linter must not build for minutes."""
+def installation_sections(pyproject: str) -> str:
+    """The sections of pyproject.toml that affect the installation: a new linter rule must not trigger a rebuild."""
     sections = re.split(r"^(?=\[)", pyproject, flags=re.MULTILINE)
     return "".join(each for each in sections if each.startswith(("[project", "[dependency-groups]", "[tool.uv")))
 
 
 def read_stamp() -> dict[str, Any]:
-    """What the environment was made from, and with which settings; empty where there is none."""
+    """The inputs and settings of the existing environment; empty if there is none."""
     try:
         return json.loads(STAMP.read_text())
     except (OSError, ValueError):
@@ -72,21 +72,21 @@ def read_stamp() -> dict[str, Any]:
 
 
 def settings(stamp: dict[str, Any]) -> dict[str, str]:
-    """The settings asked for now; what is not mentioned stays as the environment was made."""
-    made_with = stamp.get("settings", {})
-    return {name: os.environ.get(name) or made_with.get(name, "") for name in SETTINGS}
+    """The current settings; those that are not set keep the value the environment was created with."""
+    previous = stamp.get("settings", {})
+    return {name: os.environ.get(name) or previous.get(name, "") for name in SETTINGS}
 
 
 def is_current() -> bool:
     stamp = read_stamp()
-    wanted = {"made_from": made_from(), "settings": settings(stamp)}
+    wanted = {"made_from": inputs_digest(), "settings": settings(stamp)}
     return stamp == wanted and (VENV / "bin" / "python").exists()
 
 
 def check_compiler() -> None:
     compiler = os.environ.get("CXX", "")
     found = shutil.which(compiler) if compiler else next(filter(None, map(shutil.which, ("c++", "g++"))), None)
-    missing = [name for name, there in (("a C++ compiler", found), ("make", shutil.which("make"))) if not there]
+    missing = [name for name, path in (("a C++ compiler", found), ("make", shutil.which("make"))) if not path]
     if missing:
         fail(
             f"building Horovod needs {' and '.join(missing)}, not found"
@@ -98,8 +98,8 @@ def check_compiler() -> None:
 def check_disk_space() -> None:
     cache = Path(os.environ.get("UV_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder, remedy in (
-        (ROOT, "free some, or clone to a larger disk."),
-        (cache, "free some, or name a cache folder on a larger disk: UV_CACHE_DIR=/path launch/run …"),
+        (ROOT, "Free some space, or clone to a larger disk."),
+        (cache, "Free some space, or set a cache folder on a larger disk: UV_CACHE_DIR=/path launch/run …"),
     ):
         while not folder.exists():
             folder = folder.parent
@@ -109,7 +109,7 @@ def check_disk_space() -> None:
 
 
 def run_step(what: str, command: list[str], log: TextIO) -> None:
-    """Runs one step of the set-up. Its output goes to the log; here it says every few seconds how far it is."""
+    """Runs one step of the set-up. Its output goes to the log; progress is printed every few seconds."""
     say(what)
     lines: deque[str] = deque(maxlen=400)
     process = subprocess.Popen(
@@ -131,12 +131,12 @@ def run_step(what: str, command: list[str], log: TextIO) -> None:
             process.terminate()
     if process.returncode != 0:
         log.flush()
-        sys.stderr.writelines(list(lines)[-SHOWN_LINES_OF_FAILURE:])
+        sys.stderr.writelines(list(lines)[-FAILURE_LINES_SHOWN:])
         explain("".join(lines).lower(), Path(log.name))
 
 
 def show_progress(what: str, lines: deque[str], ended: threading.Event) -> None:
-    """A build of minutes must not look like a hang."""
+    """Prints progress regularly, so that a build of several minutes does not look like a hang."""
     began_s = time.monotonic()
     while not ended.wait(PROGRESS_EVERY_S):
         last = lines[-1].strip() if lines else ""
@@ -144,23 +144,23 @@ def show_progress(what: str, lines: deque[str], ended: threading.Event) -> None:
 
 
 def explain(output: str, log: Path) -> NoReturn:
-    """Ends the set-up with the reason that its output shows."""
+    """Fails with the cause found in the output."""
     network = (
         *("dns error", "failed to fetch", "error sending request", "failed to establish a new connection"),
         *("connection refused", "temporary failure in name resolution", "read timed out", "connect timeout"),
     )
     if "no space left" in output:
-        fail("the disk is full.", f"Free at least {NEEDED_DISK_GB} GB and call launch/run again.")
+        fail("the disk is full.", f"Free at least {NEEDED_DISK_GB} GB and run launch/run again.")
     if any(sign in output for sign in network):
         fail(
             "the package index could not be reached.",
-            "Check the network or proxy (HTTPS_PROXY), or name your site's mirror: UV_INDEX_URL=… PIP_INDEX_URL=…",
+            "Check the network or proxy (HTTPS_PROXY), or set your site's mirror: UV_INDEX_URL=… PIP_INDEX_URL=…",
         )
-    fail(f"the set-up failed; all that was printed is in {log}.", "Mend what it names and call launch/run again.")
+    fail(f"the set-up failed; the full output is in {log}.", "Fix the reported problem and run launch/run again.")
 
 
 def find_uv(log: TextIO) -> list[str]:
-    """The machine's uv, or one installed from PyPI into the checkout."""
+    """Finds uv on PATH, or installs it from PyPI into the checkout."""
     if uv := shutil.which("uv"):
         return [uv]
     own = UV_HOME / "bin" / "uv"
@@ -184,14 +184,14 @@ def make_environment(log: TextIO) -> None:
     os.environ.update({name: value for name, value in chosen.items() if value})
     base = getattr(sys, "_base_executable", sys.executable)
     STAMP.unlink(missing_ok=True)
-    run_step("Making the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
-    # Not finished, but a second try after a failure has to know the settings.
+    run_step("Creating the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
+    # Not complete yet, but a retry after a failure needs the settings.
     STAMP.write_text(json.dumps({"made_from": "", "settings": chosen}))
-    # Compiled here, in 15 s: where PYTHONDONTWRITEBYTECODE is set, as in many containers, or where ranks may not write
-    # here, each start of each rank would otherwise compile TensorFlow anew, for 5 s.
+    # Compiling bytecode takes 15 s here. If PYTHONDONTWRITEBYTECODE is set, as in many containers, or the folder is
+    # read-only for ranks, every start of every rank would otherwise compile TensorFlow again (5 s).
     install = [*uv, "pip", "install", "--compile-bytecode", "--python", str(VENV / "bin" / "python")]
     if chosen["HVDTRAIN_MPI"] == "site":
-        # The cache knows that it was a site's MPI, not which one.
+        # The cache does not distinguish between different MPIs of a site.
         install += ["--refresh-package", "horovod"]
     run_step(
         "Installing TensorFlow and building Horovod for it, about 2 minutes on 2 cores",
@@ -199,13 +199,13 @@ def make_environment(log: TextIO) -> None:
         log,
     )
     if chosen["HVDTRAIN_MPI"] == "site":
-        # The wheel of mpi4py looks for an MPI by the names of libraries, and finds another than Horovod's, or none.
+        # mpi4py's wheel searches for an MPI by library name and may find another one than Horovod's, or none.
         if "MPI_HOME" in os.environ:
             os.environ["MPICC"] = str(Path(os.environ["MPI_HOME"], "bin", "mpicc"))
         requirement = re.findall(r'"(mpi4py[^"]*)"', (ROOT / "pyproject.toml").read_text())
         options = ["--no-deps", "--no-cache", "--no-binary", "mpi4py", "--reinstall-package", "mpi4py"]
         run_step("Building mpi4py with the site's MPI", [*install, *options, *requirement], log)
-    STAMP.write_text(json.dumps({"made_from": made_from(), "settings": chosen}))
+    STAMP.write_text(json.dumps({"made_from": inputs_digest(), "settings": chosen}))
     say("the environment is ready.")
 
 
@@ -215,12 +215,12 @@ def ensure_environment() -> None:
     try:
         lock = LOCK.open("w")
     except OSError as error:
-        fail(f"{ROOT} must be writable on first use: {error}.", "Clone to a folder of your own.")
+        fail(f"{ROOT} must be writable on first use: {error}.", "Clone to a folder that you own.")
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another launch/run is making the environment; waiting for it.")
+            say("another launch/run is creating the environment; waiting for it.")
             fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_current():
             with (ROOT / ".venv.log").open("w") as log:
@@ -230,13 +230,13 @@ def ensure_environment() -> None:
 def environment() -> dict[str, str]:
     env = dict(os.environ)
     env["VIRTUAL_ENV"] = str(VENV)
-    # launch/bin before: its horovodrun starts in a tenth of the time.
+    # launch/bin first: its horovodrun starts 10 times faster.
     folders = [str(ROOT / "launch" / "bin"), str(VENV / "bin"), env.get("PATH", os.defpath)]
     env["PATH"] = os.pathsep.join(folders)
     env.pop("PYTHONHOME", None)
-    # Without OMPI_MCA_odls_base_sigkill_timeout, which is the time to save after mpirun was sent SIGTERM: Open MPI
-    # lets it pass twice, before SIGTERM and before SIGKILL, whenever a job fails or is stopped, even when all ranks
-    # have long ended by themselves. With 10, the end of a job took 20 s (with 1, the default: 2 s).
+    # OMPI_MCA_odls_base_sigkill_timeout, the time to save after mpirun receives SIGTERM, is deliberately not set:
+    # Open MPI waits for it twice, before SIGTERM and before SIGKILL, whenever a job fails or is stopped, even if all
+    # ranks have already exited. With 10, ending a job took 20 s (with 1, the default: 2 s).
     return env
 
 
@@ -250,7 +250,7 @@ def main(arguments: list[str]) -> None:
             "a command is missing.",
             "For example: launch/run horovodrun -np 2 python -m hvdtrain · launch/run pytest",
         )
-    # A plain SIGTERM would leave the installer running behind us.
+    # The default action of SIGTERM would leave the installer running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ensure_environment()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

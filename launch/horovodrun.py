@@ -1,12 +1,12 @@
-"""Starts a job by horovodrun, with what hvdtrain needs.
+"""Starts a job with horovodrun and the settings hvdtrain needs.
 
     launch/horovodrun.sh -np 4 python -m hvdtrain
     launch/horovodrun.sh -H a:4,b:4 python -m hvdtrain            # over MPI
     launch/horovodrun.sh --gloo -H a:4,b:4 python -m hvdtrain     # without MPI
 
-Looks whether the other hosts can be reached before it starts anything. Only variables that a job needs come with it
-(--env NAME for others): with Gloo, horovodrun writes all it has into a command line that everybody on the other hosts
-can read.
+First checks that the other hosts can be reached. Only variables that a job needs are forwarded (add others with
+--env NAME): with Gloo, horovodrun puts its whole environment on a command line that is readable by all users of the
+other hosts.
 """
 
 import ipaddress
@@ -15,8 +15,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from arguments import Job, announce, parser, read, run
-from hosts import between_hosts, fail, handed_on, interface_in
+from arguments import Job, announce, make_parser, parse_job, run
+from hosts import fail, forwarded_names, interface_in, with_network_settings
 
 LAUNCHER = "launch/horovodrun.sh"
 
@@ -32,41 +32,43 @@ def arguments_for(job: Job, mpi: Path, *, gloo: bool, start_timeout_s: float, ve
         arguments.append("--verbose")
     if gloo:
         return [*arguments, "--gloo"]
-    # Where the other hosts find Open MPI; ssh's shell has not the same PATH.
+    # Where the other hosts find Open MPI: a shell started by ssh has another PATH.
     return [*arguments, "--mpi", *([f"--mpi-args=--prefix {mpi}"] if job.is_remote else [])]
 
 
 def _interface(network: str) -> str:
-    """horovodrun takes interfaces only, which must have the same name on all hosts."""
+    """The interface in a network. horovodrun accepts only interfaces, which need the same name on all hosts."""
     try:
         found = interface_in(ipaddress.ip_network(network))
     except ValueError:
         return network
     if found is None:
-        fail(LAUNCHER, f"--network must be one that this host is part of. Received: {network}")
+        fail(LAUNCHER, f"--network must contain an address of this host. Received: {network}")
     return found
 
 
 def environment(env: Mapping[str, str], job: Job) -> dict[str, str]:
-    """The variables that horovodrun is started with."""
-    handed = {name: env[name] for name in handed_on(env, job.handed_on)}
-    return between_hosts(handed) if job.is_remote else handed
+    """The environment to start horovodrun with."""
+    forwarded = {name: env[name] for name in forwarded_names(env, job.env_names)}
+    return with_network_settings(forwarded) if job.is_remote else forwarded
 
 
 def main() -> None:
-    options = parser(LAUNCHER, __doc__)
-    options.add_argument("--gloo", action="store_true", help="without MPI")
-    options.add_argument("--verbose", action="store_true", help="what horovodrun does")
-    given = options.parse_args()
+    parser = make_parser(LAUNCHER, __doc__)
+    parser.add_argument("--gloo", action="store_true", help="use Gloo instead of MPI")
+    parser.add_argument("--verbose", action="store_true", help="horovodrun's own --verbose")
+    options = parser.parse_args()
     horovodrun = shutil.which("horovodrun")
     if horovodrun is None:
-        fail(LAUNCHER, "there must be a horovodrun on PATH. Received: none", 1)
-    job = read(LAUNCHER, given, os.environ)
-    by = f"horovodrun {'with Gloo' if given.gloo else 'with MPI'}"
-    notes = ["more ranks than cores on this host: they share them"] if job.oversubscribed else []
+        fail(LAUNCHER, "horovodrun must be on PATH. Received: none", 1)
+    job = parse_job(LAUNCHER, options, os.environ)
+    by = f"horovodrun {'with Gloo' if options.gloo else 'with MPI'}"
+    notes = ["more ranks than cores on this host: ranks share cores"] if job.oversubscribed else []
     announce(LAUNCHER, job, by, notes)
     mpi = Path(shutil.which("mpirun") or horovodrun).parent.parent
-    arguments = arguments_for(job, mpi, gloo=given.gloo, start_timeout_s=given.start_timeout, verbose=given.verbose)
+    arguments = arguments_for(
+        job, mpi, gloo=options.gloo, start_timeout_s=options.start_timeout, verbose=options.verbose
+    )
     run(LAUNCHER, horovodrun, [horovodrun, *arguments, *job.command], environment(os.environ, job))
 
 

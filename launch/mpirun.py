@@ -1,11 +1,11 @@
-"""Starts a job by the mpirun on PATH, with what hvdtrain needs: Open MPI 4 or 5, MPICH, Intel MPI.
+"""Starts a job with the mpirun on PATH (Open MPI 4 or 5, MPICH, Intel MPI) and the settings hvdtrain needs.
 
     launch/mpirun.sh -np 4 python -m hvdtrain
     launch/mpirun.sh -H a:4,b:4 python -m hvdtrain
     launch/mpirun.sh --hostfile hosts.txt python -m hvdtrain
 
-Looks whether the other hosts can be reached before it starts anything. Lines are tagged by rank; the exit code and
-signals are mpirun's. Options for mpirun itself: as variables (OMPI_MCA_…, I_MPI_…, MPIR_CVAR_…).
+First checks that the other hosts can be reached. Output lines are tagged by rank; mpirun's exit code is returned and
+signals are passed on to it. Set options of mpirun itself as variables (OMPI_MCA_…, I_MPI_…, MPIR_CVAR_…).
 """
 
 import os
@@ -16,17 +16,17 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from arguments import Job, announce, parser, read, run
-from hosts import between_hosts, fail, handed_on
+from arguments import Job, announce, make_parser, parse_job, run
+from hosts import fail, forwarded_names, with_network_settings
 
 LAUNCHER = "launch/mpirun.sh"
 
 
 def implementation(version: str) -> tuple[str, int]:
-    """The MPI and its major version, by what ``mpirun --version`` says.
+    """The MPI and its major version, parsed from the output of ``mpirun --version``.
 
     Raises:
-        ValueError: it is none that is known.
+        ValueError: the MPI is unknown.
     """
     for name, pattern in (
         ("Open MPI", r"\(Open MPI\) (\d+)\."),
@@ -35,7 +35,7 @@ def implementation(version: str) -> tuple[str, int]:
         ("MPICH", r"HYDRA build details:\s+Version:\s+(\d+)\."),
     ):
         if match := re.search(pattern, version):
-            # Open MPI 5's launcher tells the version of its runtime, which is 3 or later.
+            # Open MPI 5's launcher reports the version of its runtime, PRRTE, which is 3 or later.
             return name, max(5, int(match[1])) if "PRRTE" in pattern else int(match[1])
     raise ValueError("mpirun must be Open MPI's (4 or 5), MPICH's or Intel MPI's. Received: " + version.strip()[:200])
 
@@ -43,7 +43,7 @@ def implementation(version: str) -> tuple[str, int]:
 def open_mpi(
     job: Job, env: Mapping[str, str], prefix: Path, major: int, *, as_root: bool
 ) -> tuple[list[str], list[str]]:
-    """mpirun's arguments before the command, and what to tell about them."""
+    """mpirun's arguments before the command, and notes to print about them."""
     arguments, notes = ["-np", str(job.ranks), "--tag-output"], []
     mapping = "slot"
     if as_root:
@@ -52,18 +52,18 @@ def open_mpi(
     if job.hosts and not job.scheduler:
         arguments += ["-H", ",".join(map(str, job.hosts))]
     if job.oversubscribed:
-        notes.append("more ranks than cores on this host: they share them")
+        notes.append("more ranks than cores on this host: ranks share cores")
     if job.oversubscribed and not job.hosts:
-        # Without hosts, slots are cores.
+        # Without a host list, slots are cores.
         mapping += ":OVERSUBSCRIBE" if major >= 5 else ""
         arguments += [] if major >= 5 else ["--oversubscribe"]
-    # hvdtrain shares the cores of a host out among its ranks.
+    # hvdtrain itself divides a host's cores among its ranks.
     arguments += ["--map-by", mapping, "--bind-to", "none"]
     if job.is_remote:
-        # Where the other hosts find Open MPI; ssh's shell has not the same PATH.
+        # Where the other hosts find Open MPI: a shell started by ssh has another PATH.
         arguments += ["--prefix", str(prefix)]
-        for name in handed_on(env, job.handed_on):
-            if not name.startswith("OMPI_MCA_"):  # mpirun hands these on by itself
+        for name in forwarded_names(env, job.env_names):
+            if not name.startswith("OMPI_MCA_"):  # mpirun forwards these itself
                 arguments += ["-x", name]
     if job.network:
         arguments += ["--mca", "btl_tcp_if_include", job.network]
@@ -72,44 +72,47 @@ def open_mpi(
 
 
 def hydra(job: Job, env: Mapping[str, str], *, is_intel: bool) -> tuple[list[str], list[str]]:
-    """The same for MPICH and Intel MPI."""
+    """The arguments and notes for MPICH and Intel MPI."""
     arguments = ["-n", str(job.ranks), "-prepend-rank"]
-    notes = ["more ranks than cores on this host: they share them"] if job.oversubscribed else []
+    notes = ["more ranks than cores on this host: ranks share cores"] if job.oversubscribed else []
     if job.hosts and is_intel:
         counts = {host.slots for host in job.hosts}
         if len(counts) > 1:
-            fail(LAUNCHER, f"Intel MPI needs as many ranks on each host. Received: {', '.join(map(str, job.hosts))}")
+            fail(
+                LAUNCHER,
+                f"Intel MPI needs the same number of ranks on each host. Received: {', '.join(map(str, job.hosts))}",
+            )
         arguments += ["-hosts", ",".join(host.name for host in job.hosts), "-ppn", str(counts.pop())]
     elif job.hosts:
         arguments += ["-hosts", ",".join(map(str, job.hosts))]
     if job.is_remote:
-        arguments += ["-genvlist", ",".join(handed_on(env, job.handed_on))]
+        arguments += ["-genvlist", ",".join(forwarded_names(env, job.env_names))]
     if job.network and "/" not in job.network:
         arguments += ["-iface", job.network]
     return arguments, notes
 
 
 def main() -> None:
-    given = parser(LAUNCHER, __doc__).parse_args()
+    options = make_parser(LAUNCHER, __doc__).parse_args()
     mpirun = shutil.which("mpirun")
     if mpirun is None:
-        fail(LAUNCHER, "there must be an mpirun on PATH. Received: none", 1)
+        fail(LAUNCHER, "mpirun must be on PATH. Received: none", 1)
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
     try:
         name, major = implementation(version.stdout + version.stderr)
     except ValueError as error:
         fail(LAUNCHER, str(error), 1)
-    # Each piece that Python writes unbuffered would be tagged like a line. Ranks have terminals: lines come at once.
+    # With unbuffered output, every write would be tagged like a line. Ranks have terminals, so output is line-buffered.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    job = read(LAUNCHER, given, env, knows_slurm=name == "Open MPI")
+    job = parse_job(LAUNCHER, options, env, supports_slurm=name == "Open MPI")
     if name == "Open MPI":
-        env = between_hosts(env) if job.is_remote else env
+        env = with_network_settings(env) if job.is_remote else env
         prefix = Path(mpirun).parent.parent
         arguments, notes = open_mpi(job, env, prefix, major, as_root=os.geteuid() == 0)
     else:
         arguments, notes = hydra(job, env, is_intel=name == "Intel MPI")
     announce(LAUNCHER, job, f"{name} {major}", notes)
-    # Open MPI's mpirun passes it on and goes on; SIGTERM would leave ranks two seconds.
+    # Open MPI's mpirun forwards SIGUSR1 and keeps running; after SIGTERM it would kill ranks within two seconds.
     stop_signal = signal.SIGUSR1 if name == "Open MPI" else None
     run(LAUNCHER, mpirun, [mpirun, *arguments, *job.command], env, stop_signal=stop_signal)
 

@@ -1,9 +1,9 @@
-"""Starts a job again when it has died: ``launch/run --restarts N CMD…``. Only the standard library.
+"""Restarts a job that fails: ``launch/run --restarts N CMD…``. Standard library only.
 
-A job tells more than its launcher's exit code does, in the file that ``HVDTRAIN_SUPERVISOR_FILE`` names: a JSON
-object with ``exit_code`` (of the error it ended with, absent when it died; ``horovodrun --gloo`` makes 1 of any),
-``checkpoint_step`` (the last step saved) and ``listener`` (the process that stops the job when it gets a
-signal). ``hvdtrain/supervised.py`` writes it.
+The job reports its status in the file that ``HVDTRAIN_SUPERVISOR_FILE`` names: a JSON object with ``exit_code`` (of
+the error that ended the job, absent if it was killed; ``horovodrun --gloo`` replaces any code by 1),
+``checkpoint_step`` (the step of the last checkpoint) and ``listener`` (the process that stops the job in order on a
+signal). ``hvdtrain/system/supervisor_client.py`` writes it.
 """
 
 import contextlib
@@ -19,35 +19,35 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Usage, data or a checkpoint, replicas that differ, ranks that disagree: another start would meet the same.
+# Usage error, unusable data or checkpoint, diverged replicas, different configurations: a restart would fail again.
 FINAL_CODES = (64, 65, 70, 78)
-LONGEST_PAUSE_S = 60.0
-LOOK_EVERY_S = 1.0
+MAX_PAUSE_S = 60.0
+POLL_INTERVAL_S = 1.0
 # A terminal, or `timeout`, can send the same signal to a process and to its group.
-ONE_SIGNAL_S = 1.0
-GROUP_ENDS_S = 30.0
-# After the job has said that it ends. mpirun would wait for a host that is cut off for a quarter of an hour.
-LAUNCHER_ENDS_S = 30.0
+SAME_SIGNAL_S = 1.0
+GROUP_TIMEOUT_S = 30.0
+# After the job has reported its exit code. mpirun waits a quarter of an hour for a host that is disconnected.
+LAUNCHER_TIMEOUT_S = 30.0
 EXAMPLE = "For example: launch/run --restarts 3 --restart-pause 10 horovodrun -np 2 python -m hvdtrain"
 
 
 class OptionError(Exception):
-    """An option has a value that it cannot have; holds the rule that it breaks and a remedy."""
+    """An option has an invalid value; the arguments are the rule that it breaks and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The values of the options."""
 
     restarts: int
-    """Starts after the first one, at most."""
+    """Maximum number of restarts."""
     pause_s: float
-    """The first pause before a start; each failure without progress doubles the next one."""
+    """The pause before the first restart; each failure without progress doubles it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What a job has told so far."""
+class Status:
+    """What a job has reported so far."""
 
     exit_code: int | None = None
     checkpoint_step: int | None = None
@@ -55,7 +55,7 @@ class Report:
 
 
 def take_options(arguments: list[str]) -> tuple[Options | None, list[str]]:
-    """Parts the options from the command behind them; None where the command is to run only once.
+    """Separates the options from the command that follows; None if there are no options.
 
     Raises:
         OptionError: a value is missing or unusable.
@@ -86,12 +86,12 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def growing_pauses(first_s: float) -> Iterator[float]:
-    """Each pause is twice as long as the one before, up to a minute."""
+def restart_pauses(first_s: float) -> Iterator[float]:
+    """Yields pauses, each twice as long as the previous one, up to a minute."""
     pause_s = first_s
     while True:
         yield pause_s
-        pause_s = min(2 * pause_s, max(LONGEST_PAUSE_S, first_s))
+        pause_s = min(2 * pause_s, max(MAX_PAUSE_S, first_s))
 
 
 def supervise(
@@ -102,22 +102,25 @@ def supervise(
     say: Callable[[str], None],
     *,
     stop_signal: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """Runs the command until it succeeds, fails for good, or was started often enough.
+    """Runs the command until it succeeds, fails permanently, or has no restarts left.
 
     Args:
-        stop_signal: one that the command passes on to its ranks and does not heed itself, so that they have time to
-            save; for a job none of whose ranks runs here.
+        say: prints a message.
+        stop_signal: a signal that the command forwards to its ranks and ignores itself, so that they have time to
+            save; for jobs without a rank on this host.
+        clock: returns the time in seconds; monotonic.
 
     Returns:
-        The exit code to hand out.
+        The exit code of the job.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-        return _Supervisor(program, command, env, options, Path(folder) / "job.json", say, stop_signal).run()
+        return _Supervisor(program, command, env, options, Path(folder) / "job.json", say, stop_signal, clock).run()
 
 
 class _Supervisor:
-    """Holds back the signals that would end this process and takes them where it waits: none comes between."""
+    """Runs and restarts the command. Signals are blocked and received only while waiting, so that none is missed."""
 
     def __init__(
         self,
@@ -128,6 +131,7 @@ class _Supervisor:
         file: Path,
         say: Callable[[str], None],
         stop_signal: int | None,
+        clock: Callable[[], float],
     ):
         self._stop_signal = stop_signal
         self._program = program
@@ -136,43 +140,44 @@ class _Supervisor:
         self._options = options
         self._file = file
         self._say = say
-        self._passed_on_s: float | None = None
-        # One that is ignored (nohup) stays so.
-        endings = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
-        self._endings = {each for each in endings if signal.getsignal(each) is not signal.SIG_IGN}
+        self._clock = clock
+        self._forwarded_s: float | None = None
+        # Signals that are ignored (nohup) stay ignored.
+        signals = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+        self._signals = {each for each in signals if signal.getsignal(each) is not signal.SIG_IGN}
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._usual_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._endings, signal.SIGCHLD})
+        self._usual_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
 
     def run(self) -> int:
         starts = self._options.restarts + 1
-        pauses = growing_pauses(self._options.pause_s)
-        last_saved = -1
+        pauses = restart_pauses(self._options.pause_s)
+        last_step = -1
         for start in range(1, starts + 1):
-            code, report = self._run_once(start)
-            if code == 0 or self._passed_on_s is not None:
+            code, status = self._run_once(start)
+            if code == 0 or self._forwarded_s is not None:
                 return code
             if code in FINAL_CODES:
-                self._say(f"the job ended with exit code {code}, which another start would not change.")
+                self._say(f"the job ended with exit code {code}, which a restart would not change.")
                 return code
             if start == starts:
                 break
-            if report.checkpoint_step is not None and report.checkpoint_step > last_saved:
-                last_saved = report.checkpoint_step
-                pauses = growing_pauses(self._options.pause_s)
+            if status.checkpoint_step is not None and status.checkpoint_step > last_step:
+                last_step = status.checkpoint_step
+                pauses = restart_pauses(self._options.pause_s)
             pause_s = next(pauses)
-            self._say(f"the job died with exit code {code}; start {start + 1} of at most {starts} in {pause_s:g} s.")
-            if signal.sigtimedwait(self._endings, pause_s) is not None:
-                self._say("a signal came; the job is not started again.")
+            self._say(f"the job ended with exit code {code}; start {start + 1} of at most {starts} in {pause_s:g} s.")
+            if signal.sigtimedwait(self._signals, pause_s) is not None:
+                self._say("received a signal; the job is not restarted.")
                 return code
         if starts > 1:
-            self._say(f"the job died with exit code {code} in start {starts} of at most {starts}.")
+            self._say(f"the job ended with exit code {code} in start {starts} of at most {starts}.")
         return code
 
-    def _run_once(self, start: int) -> tuple[int, Report]:
-        """The exit code that counts, and what the job has told."""
+    def _run_once(self, start: int) -> tuple[int, Status]:
+        """Runs the command once; returns the exit code of the job, and its status."""
         self._file.unlink(missing_ok=True)
-        # Without input: a second start would find it used up. The group of its own keeps a terminal's Ctrl-C from
-        # reaching the job twice, on its own and passed on: mpirun exits at once when two signals come within 5 s.
+        # No input: a restart would find it consumed. A separate process group, so that the job does not receive a
+        # terminal's Ctrl-C twice, directly and forwarded: mpirun exits at once on two signals within 5 s.
         child = subprocess.Popen(
             self._command,
             executable=self._program,
@@ -182,57 +187,57 @@ class _Supervisor:
         )
         ended_s: float | None = None
         while child.poll() is None:
-            received = signal.sigtimedwait({*self._endings, signal.SIGCHLD}, LOOK_EVERY_S)
+            received = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, POLL_INTERVAL_S)
             if received is not None and received.si_signo != signal.SIGCHLD:
-                self._pass_on(received.si_signo, child.pid)
-            if ended_s is None and read_report(self._file).exit_code is not None:
-                ended_s = time.monotonic()
-            if ended_s is not None and time.monotonic() - ended_s > LAUNCHER_ENDS_S:
-                self._say(f"the job has ended, but not its launcher within {LAUNCHER_ENDS_S:g} s: it is killed.")
+                self._forward(received.si_signo, child.pid)
+            if ended_s is None and read_status(self._file).exit_code is not None:
+                ended_s = self._clock()
+            if ended_s is not None and self._clock() - ended_s > LAUNCHER_TIMEOUT_S:
+                self._say(f"the job has ended, but its launcher has not within {LAUNCHER_TIMEOUT_S:g} s: killing it.")
                 self._kill_processes()
                 child.wait()
-        if self._passed_on_s is not None and child.returncode < 0:
+        if self._forwarded_s is not None and child.returncode < 0:
             self._wait_for_group(child.pid)
-        report = read_report(self._file)
+        status = read_status(self._file)
         if child.returncode == 0:
-            return 0, report
-        return report.exit_code or (child.returncode if child.returncode > 0 else 128 - child.returncode), report
+            return 0, status
+        return status.exit_code or (child.returncode if child.returncode > 0 else 128 - child.returncode), status
 
     def _prepare_child(self) -> None:
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._usual_mask)
 
-    def _pass_on(self, received: int, group: int) -> None:
-        """Hands a signal to the job: the first one to the process that listens for it, where there is one.
+    def _forward(self, received: int, group: int) -> None:
+        """Forwards a signal to the job: the first one to its listener, if there is one.
 
-        A launcher that gets the signal leaves its ranks hardly any time to save (Open MPI: SIGTERM after 1 s,
-        SIGKILL after 2 s; ``horovodrun --gloo``: SIGKILL after 5 s). A rank that gets it has all the time it needs.
+        A launcher that receives the signal leaves its ranks little time to save (Open MPI: SIGTERM after 1 s, SIGKILL
+        after 2 s; ``horovodrun --gloo``: SIGKILL after 5 s). A rank that receives it has no time limit.
         """
-        now_s = time.monotonic()
-        again = self._passed_on_s is not None
-        if self._passed_on_s is not None and now_s - self._passed_on_s < ONE_SIGNAL_S:
+        now_s = self._clock()
+        again = self._forwarded_s is not None
+        if self._forwarded_s is not None and now_s - self._forwarded_s < SAME_SIGNAL_S:
             return
-        self._passed_on_s = now_s
+        self._forwarded_s = now_s
         name = signal.Signals(received).name
-        self._say(f"{name} is passed on to the job{' once more' if again else ', which is not started again'}.")
-        # horovodrun does not know SIGHUP: it would leave its ranks alone.
-        passed_on = signal.SIGTERM if received == signal.SIGHUP else received
+        self._say(f"forwarding {name} to the job{' again' if again else ', which is not restarted'}.")
+        # horovodrun does not handle SIGHUP: it would end without its ranks.
+        forwarded = signal.SIGTERM if received == signal.SIGHUP else received
         listener = None if again else self._listener()
         with contextlib.suppress(ProcessLookupError):
             if listener is not None:
-                os.kill(listener, passed_on)
+                os.kill(listener, forwarded)
             elif self._stop_signal is not None and not again:
                 os.kill(group, self._stop_signal)
             else:
-                os.killpg(group, passed_on)
+                os.killpg(group, forwarded)
 
     def _listener(self) -> int | None:
-        """The process that the job has named, if it is one of the job's: the number may be another host's."""
-        pid = read_report(self._file).listener
+        """Returns the job's listener if it is a process of the job: the process ID may be of another host."""
+        pid = read_status(self._file).listener
         return pid if pid is not None and self._is_of_job(pid) else None
 
     def _is_of_job(self, pid: int) -> bool:
-        """Whether a process has inherited the name of the job's file."""
+        """Whether a process has inherited the name of the job's status file."""
         try:
             return f"HVDTRAIN_SUPERVISOR_FILE={self._file}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
                 b"\0"
@@ -241,41 +246,41 @@ class _Supervisor:
             return False
 
     def _kill_processes(self) -> None:
-        """Those of the job's group and others: mpirun starts ssh in groups of its own."""
+        """Kills all processes of the job, not only its group: mpirun starts ssh in separate groups."""
         for path in Path("/proc").glob("[0-9]*"):
             if self._is_of_job(int(path.name)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(path.name), signal.SIGKILL)
 
     def _wait_for_group(self, group: int) -> None:
-        """A shell between us and mpirun, such as horovodrun's, dies of a signal at once; mpirun takes its time."""
-        deadline_s = time.monotonic() + GROUP_ENDS_S
-        while time.monotonic() < deadline_s and _is_alive(group):
-            received = signal.sigtimedwait(self._endings, 0.1)
+        """Waits for the other processes of the group: horovodrun's shell dies of a signal at once, mpirun later."""
+        deadline_s = self._clock() + GROUP_TIMEOUT_S
+        while self._clock() < deadline_s and _is_alive(group):
+            received = signal.sigtimedwait(self._signals, 0.1)
             if received is not None:
-                self._pass_on(received.si_signo, group)
+                self._forward(received.si_signo, group)
 
 
 def _is_alive(group: int) -> bool:
-    """Whether a process of the group still runs; dead ones may stay in it where nobody waits for orphans."""
+    """Whether a process of the group runs; zombies may remain in it if nothing reaps orphans."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # After the program's name, which may hold spaces and brackets: state, parent, group.
+            # After the program's name, which may contain spaces and brackets: state, parent, group.
             state, _, its_group = path.read_text(errors="replace").rpartition(")")[2].split()[:3]
             if int(its_group) == group and state != "Z":
                 return True
     return False
 
 
-def read_report(file: Path) -> Report:
-    """What the job has told; nothing where it has written nothing, or nothing of use."""
+def read_status(file: Path) -> Status:
+    """Returns what the job has reported; empty if the file is missing or invalid."""
     try:
-        told: Any = json.loads(file.read_text())
+        values: Any = json.loads(file.read_text())
     except (OSError, ValueError):
-        return Report()
-    told = told if isinstance(told, dict) else {}
-    return Report(
-        **{name: told[name] for name in ("exit_code", "checkpoint_step", "listener") if _is_int(told.get(name))}
+        return Status()
+    values = values if isinstance(values, dict) else {}
+    return Status(
+        **{name: values[name] for name in ("exit_code", "checkpoint_step", "listener") if _is_int(values.get(name))}
     )
 
 

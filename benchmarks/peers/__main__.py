@@ -1,16 +1,16 @@
-"""hvdtrain's step against those of its peers: the same networks and batches, in turn.
+"""Step times of hvdtrain and its peers on the same networks and batches, interleaved.
 
     launch/run python benchmarks/peers
     launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
 
-Prints each peer's time of a step over hvdtrain's in the same turn: median, and range of the middle half of all turns.
-A number above 1 says that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; each other peer, hvdtrain with
---jit-compile too, has a job of its own. The jobs of one network are alive together, and while one makes its blocks of
-steps the others wait; each is started anew some times, for two models of the same steps differ by some percent for as
-long as they live. All draw their batch from an iterator over one, but for PyTorch, which has it at hand. Of the cases
-of one peer (one or ten steps in a compiled call; an allreduce for each gradient or one for all) that with the
-shortest median counts. On 4 ranks, also the examples per second of all ranks over those of 2. Keeps the last result
-for each number of ranks and network in results/peers.json, and draws results/peers.png.
+Prints the ratio of each peer's step time to hvdtrain's in the same turn: median and quartiles over all turns. A ratio
+above 1 means that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; every other peer, including hvdtrain with
+--jit-compile, has its own job. The jobs of a network run concurrently and take turns: while one runs its blocks of
+steps, the others are stopped. All are restarted several times, because two models with the same steps differ
+persistently by a few percent. All read their batch from an iterator that repeats it, except PyTorch, which holds it in
+memory. For each peer the case with the lowest median counts (one or ten steps per compiled call; an allreduce per
+gradient or one for all). On 4 ranks, also prints examples/s relative to 2 ranks. Saves the last result for each number
+of ranks and network to results/peers.json and plots results/peers.png.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from jobs import Job, Process, Steps, by_itself, under_mpirun
+from jobs import Job, Process, Steps, under_mpirun, without_launcher
 from samples import BATCH_SIZES
 
 RESULTS = HERE.parent / "results"
@@ -33,16 +33,16 @@ FEWER = "hvdtrain on 2 ranks"
 
 def jobs_for(ranks: int, torch_python: str | None) -> list[list[Process]]:
     jobs = [under_mpirun(script, ranks) for script in ("horovod_steps.py", "jit_steps.py")]
-    jobs.append(by_itself(sys.executable, "multi_worker.py", ranks))
+    jobs.append(without_launcher(sys.executable, "multi_worker.py", ranks))
     if torch_python is not None:
-        jobs.append(by_itself(torch_python, "torch_ddp.py", ranks))
+        jobs.append(without_launcher(torch_python, "torch_ddp.py", ranks))
     if ranks == 1:
-        jobs.append(by_itself(sys.executable, "keras_alone.py", 1))
+        jobs.append(without_launcher(sys.executable, "keras_alone.py", 1))
     return jobs
 
 
 def take_turns(network: str, ranks: int, num_turns: int, torch_python: str | None) -> list[Steps]:
-    """Starts all jobs, and has each make its blocks, one after the other."""
+    """Starts all jobs and lets them run their blocks in turn."""
     turns: list[Steps] = []
     with ExitStack() as stack:
 
@@ -62,17 +62,17 @@ def take_turns(network: str, ranks: int, num_turns: int, torch_python: str | Non
 
 
 def steps_of_fastest(turns: list[Steps], peer: str) -> list[float]:
-    """The step of each turn, in the case that is fastest by its median."""
+    """The step times of all turns, for the case with the lowest median."""
     return min(([each[peer][case] for each in turns] for case in turns[0][peer]), key=statistics.median)
 
 
-def told(values: list[float]) -> str:
+def formatted(values: list[float]) -> str:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return f"{median:.3f} ({low:.3f} to {high:.3f})"
 
 
 def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """A panel for each number of ranks."""
+    """Plots a panel for each number of ranks."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -100,7 +100,7 @@ def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
         axes.minorticks_off()
         axes.set_xticks(range(len(BATCH_SIZES)), list(BATCH_SIZES))
         axes.set_title(f"{ranks} rank(s)")
-    panels[0].set_ylabel("time of a step over hvdtrain's")
+    panels[0].set_ylabel("step time relative to hvdtrain's")
     colors = [Patch(color=f"C{i}", label=peer) for i, peer in enumerate(peers)]
     figure.legend(handles=colors, ncols=len(peers), loc="outside lower center")
     figure.savefig(path, dpi=120)
@@ -110,15 +110,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=5, help="of each start")
+    parser.add_argument("--turns", type=int, default=5, help="turns per start")
     parser.add_argument("--networks", nargs="*", default=list(BATCH_SIZES), choices=BATCH_SIZES)
     parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
     arguments = parser.parse_args()
     if arguments.starts * arguments.turns < 2:
         parser.error(
-            f"a spread needs at least two turns in all. Received: --starts {arguments.starts} --turns {arguments.turns}"
+            f"quartiles need at least two turns. Received: --starts {arguments.starts} --turns {arguments.turns}"
         )
-    # As at Ctrl-C: the jobs are ended, of which all but one stand still and could not end by themselves.
+    # Clean up as on Ctrl-C: stopped jobs could not exit by themselves.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     RESULTS.mkdir(exist_ok=True)
     kept = RESULTS / "peers.json"
@@ -140,11 +140,11 @@ def main() -> None:
                     continue
                 values = [other / mine for other, mine in zip(steps_of_fastest(turns, peer), own, strict=True)]
                 ratios.setdefault(f"{peer}, {ranks} rank(s)", {})[network] = values
-                print(f"{ranks} rank(s), {network}: {peer} takes {told(values)} times as long", flush=True)
+                print(f"{ranks} rank(s), {network}: {peer} takes {formatted(values)}x as long", flush=True)
                 if peer == FEWER:
                     more = [ranks / 2 * value for value in values]
-                    print(f"{ranks} rank(s), {network}: {told(more)} of the examples/s of 2 ranks", flush=True)
-            # At once: all of them take more than an hour, and what was measured is not to be lost.
+                    print(f"{ranks} rank(s), {network}: {formatted(more)}x the examples/s of 2 ranks", flush=True)
+            # Saved immediately: a complete run takes more than an hour.
             kept.write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
             draw(ratios, RESULTS / "peers.png")
 

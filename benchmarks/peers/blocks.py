@@ -1,4 +1,4 @@
-"""Times blocks of steps: every peer's in the same way."""
+"""Timing of blocks of steps, identical for all peers."""
 
 import json
 import os
@@ -7,29 +7,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 NETWORK = os.environ["NETWORK"]
-"""The name of the one that is asked for."""
+"""The name of the network to measure."""
 _RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
 _TURNS = Path(os.environ["TURNS"])
 _BLOCK_S = 0.4
 UNIT = 10
-"""Blocks have a multiple of so many steps, for cases with as many in a call."""
+"""Blocks have a multiple of this number of steps, for cases with as many steps per call."""
 
 Block = Callable[[int], None]
-"""Makes so many steps, and returns when they are made."""
+"""Makes a given number of steps and returns when they are complete."""
 
 
-def stand_still_between_turns() -> None:
-    """Has this process stopped while it is not its job's turn, for it would be busy then too."""
+def pause_between_turns() -> None:
+    """Lets the job stop this process between turns; otherwise it would keep a core busy."""
     (_TURNS / f"pid-{os.getpid()}").touch()
 
 
-def measure(peers: dict[str, dict[str, Block]], barrier: Callable[[], None], most: Callable[[int], int]) -> None:
-    """Makes a block of each case, again and again, whenever it is this job's turn, until that is the last one.
+def measure(peers: dict[str, dict[str, Block]], barrier: Callable[[], None], maximum: Callable[[int], int]) -> None:
+    """Runs a block of each case in every turn of this job.
 
-    Rank 0 prints as JSON what a step takes, in milliseconds, by peer and case: after each turn, and nothing at first.
+    After each turn, rank 0 prints the step times in ms by peer and case as JSON; initially, an empty object.
 
     Args:
-        most: the largest of all ranks' numbers, on every rank.
+        maximum: returns the maximum of a number over all ranks, on every rank.
     """
     blocks = [(peer, case, block) for peer, cases in peers.items() for case, block in cases.items()]
     steps = []
@@ -38,13 +38,13 @@ def measure(peers: dict[str, dict[str, Block]], barrier: Callable[[], None], mos
         barrier()
         began_s = time.perf_counter()
         block(UNIT)
-        steps.append(UNIT * most(max(1, round(_BLOCK_S / (time.perf_counter() - began_s)))))
-    _tell({})
+        steps.append(UNIT * maximum(max(1, round(_BLOCK_S / (time.perf_counter() - began_s)))))
+    _report({})
     for turn in range(int(os.environ["NUM_TURNS"])):
         while not (_TURNS / f"turn-{turn}").exists():
             time.sleep(0.002)
         found: dict[str, dict[str, float]] = {peer: {} for peer in peers}
-        # Another first each time, made once more before it: a process that stood still is slow at first.
+        # Rotate the order, and run the first block twice: a process is slow after having been stopped.
         first = turn % len(blocks)
         for i in [first, *range(first, len(blocks)), *range(first)]:
             peer, case, block = blocks[i]
@@ -52,9 +52,9 @@ def measure(peers: dict[str, dict[str, Block]], barrier: Callable[[], None], mos
             began_s = time.perf_counter()
             block(steps[i])
             found[peer][case] = 1000 * (time.perf_counter() - began_s) / steps[i]
-        _tell(found)
+        _report(found)
 
 
-def _tell(found: dict[str, dict[str, float]]) -> None:
+def _report(found: dict[str, dict[str, float]]) -> None:
     if _RANK == 0:
         print("RESULT " + json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""A training step written by hand, for the peers that do not train by Keras' own."""
+"""A hand-written training step, for peers that do not use Keras'."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ RATE, MOMENTUM = 1e-3, 0.9
 def momentum_step(
     name: str, reduce: Callable[[list[tf.Tensor], list[tf.Variable]], list[tf.Tensor]]
 ) -> Callable[[], None]:
-    """A function that makes a step: a batch from an iterator, gradients, reduced, then SGD with momentum."""
+    """Returns a step function: next batch, gradients, reduction, SGD with momentum."""
     model = NETWORKS[name][0]()
     weights = [variable.value for variable in model.trainable_variables]
     velocities = [tf.Variable(tf.zeros_like(weight), trainable=False) for weight in weights]
@@ -31,19 +31,19 @@ def momentum_step(
     return step
 
 
-def block_of(step: Callable[[], None], steps_per_call: int) -> Callable[[int], None]:
-    """Makes so many steps, some in each compiled call."""
+def block_of(step: Callable[[], None], steps_per_execution: int) -> Callable[[int], None]:
+    """Returns a block that makes ``steps_per_execution`` steps in each compiled call."""
 
     @tf.function
     def call() -> None:
-        for _ in tf.range(steps_per_call):
+        for _ in tf.range(steps_per_execution):
             step()
 
     single = tf.function(step)
 
     def block(num_steps: int) -> None:
-        for _ in range(num_steps // steps_per_call):
-            if steps_per_call == 1:
+        for _ in range(num_steps // steps_per_execution):
+            if steps_per_execution == 1:
                 single()
             else:
                 call()

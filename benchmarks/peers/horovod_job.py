@@ -1,37 +1,37 @@
-"""What a job of ranks under Horovod measures, and how it takes its turns; after hvdtrain.init()."""
+"""Blocks and turns of a job under Horovod. Requires hvdtrain.init()."""
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from blocks import NETWORK, Block, measure, stand_still_between_turns
+from blocks import NETWORK, Block, measure, pause_between_turns
 from trainer_steps import trainer_steps
 
 
 def trainer_blocks(*, jit_compile: bool = False) -> dict[str, Block]:
-    """The step that hvdtrain's Trainer runs, with the guard against NaN and the times of steps: one and ten a call."""
+    """The step of hvdtrain's Trainer, with NaN guard and timing, with one and ten steps per call."""
     return {f"{k} a call": _block(k, jit_compile) for k in (1, 10)}
 
 
-def _block(steps_per_call: int, jit_compile: bool) -> Block:
-    steps, batches = trainer_steps(NETWORK, steps_per_call, jit_compile=jit_compile)
+def _block(steps_per_execution: int, jit_compile: bool) -> Block:
+    train_step = trainer_steps(NETWORK, steps_per_execution, jit_compile=jit_compile)
 
     def block(num_steps: int) -> None:
-        for _ in range(num_steps // steps_per_call):
-            steps.train(batches, steps_per_call)
+        for _ in range(num_steps // steps_per_execution):
+            train_step.run(steps_per_execution)
 
     return block
 
 
 def measure_ranks(peers: dict[str, dict[str, Block]]) -> None:
-    """Makes the blocks of all peers on every rank, whenever it is this job's turn."""
+    """Runs the blocks of all peers on every rank in this job's turns."""
     if hvd.size() > 1:
-        # Horovod's threads ask each other for work all the time.
-        stand_still_between_turns()
-    measure(peers, _barrier, _most)
+        # Horovod's background threads poll continuously.
+        pause_between_turns()
+    measure(peers, _barrier, _maximum)
 
 
 def _barrier() -> None:
     hvd.allreduce(tf.zeros(1), name="barrier")
 
 
-def _most(value: int) -> int:
+def _maximum(value: int) -> int:
     return max(hvd.allgather_object(value))

@@ -1,7 +1,7 @@
-"""hvdtrain's step and Horovod's as its examples write it, in one job: both get the same of the machine.
+"""hvdtrain's step and raw Horovod's, written as in its examples, in one job and thus under the same conditions.
 
-Horovod: a tape, an allreduce for each gradient or one for all, a tf.function, and the settings that hvdtrain has
-chosen for the job.
+Horovod: a tape, an allreduce per gradient or one for all, a tf.function, and the settings that hvdtrain chose for the
+job.
 """
 
 import hvdtrain
@@ -24,7 +24,7 @@ def reduce_together(gradients: list[tf.Tensor], weights: list[tf.Variable]) -> l
 
 
 peers = {"hvdtrain": trainer_blocks()}
-# A single rank has nothing to reduce, which raw Horovod does not know.
+# On a single rank raw Horovod would still call its allreduce.
 if hvd.size() > 1:
     peers["raw Horovod, tuned"] = {
         f"{k} a call, {kind}": block_of(momentum_step(NETWORK, reduce), k)

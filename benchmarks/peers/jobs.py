@@ -1,4 +1,4 @@
-"""Jobs that are alive together and take turns: while one makes its steps, the others wait."""
+"""Concurrent jobs that take turns: while one runs, the others are stopped."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 Process = tuple[list[str], dict[str, str]]
-"""A command line, and what it has in its environment besides what this process has."""
+"""A command line and its additional environment variables."""
 Steps = dict[str, dict[str, float]]
-"""Milliseconds by peer and case."""
+"""Step times in ms by peer and case."""
 
 HERE = Path(__file__).resolve().parent
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
@@ -25,8 +25,8 @@ def under_mpirun(script: str, ranks: int) -> list[Process]:
     return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], {})]
 
 
-def by_itself(python: str, script: str, ranks: int) -> list[Process]:
-    """A process for each rank, with what TensorFlow's and PyTorch's own strategies want to be told."""
+def without_launcher(python: str, script: str, ranks: int) -> list[Process]:
+    """A process per rank, with the variables that TensorFlow's and PyTorch's own strategies need."""
     processes = []
     ports = _free_ports(ranks)
     cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
@@ -47,14 +47,14 @@ def _free_ports(count: int) -> list[int]:
 
 
 class Job:
-    """One peer's processes. Made, it has built its models and waits for its turn."""
+    """The processes of one peer. After construction, models are built and the job is stopped until its turn."""
 
     def __init__(self, processes: list[Process], network: str, num_turns: int):
         self._turns = tempfile.TemporaryDirectory()
         self._turn = 0
         self._errors = Path(self._turns.name, "errors").open("w+")  # noqa: SIM115
-        told = {"NETWORK": network, "NUM_TURNS": str(num_turns), "TURNS": self._turns.name}
-        common = {**os.environ, **told, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        variables = {"NETWORK": network, "NUM_TURNS": str(num_turns), "TURNS": self._turns.name}
+        common = {**os.environ, **variables, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
         self._processes = [
             subprocess.Popen(
                 command,
@@ -73,7 +73,7 @@ class Job:
         self._signal(signal.SIGSTOP)
 
     def turn(self) -> Steps:
-        """Makes a block of every case."""
+        """Runs a block of every case."""
         self._signal(signal.SIGCONT)
         (Path(self._turns.name) / f"turn-{self._turn}").touch()
         self._turn += 1
@@ -82,7 +82,7 @@ class Job:
         return steps
 
     def end(self) -> None:
-        """After the last turn, or before where something failed."""
+        """Ends the job, after the last turn or after a failure."""
         for process in self._processes:
             process.kill()
         self._signal(signal.SIGKILL)
@@ -98,7 +98,7 @@ class Job:
 
     def _result(self) -> Steps:
         first = self._processes[0]
-        # A rank that has failed may leave the others waiting for it.
+        # After a failure of one rank, the others may wait forever.
         timer = threading.Timer(_TURN_S, first.kill)
         timer.start()
         try:

@@ -7,14 +7,14 @@ from blocks import NETWORK, measure
 from networks import NETWORKS, compiled, endless_batches
 
 
-def block_of(steps_per_call: int) -> Callable[[int], None]:
+def block_of(steps_per_execution: int) -> Callable[[int], None]:
     model = compiled(NETWORKS[NETWORK][0](), keras.optimizers.SGD(1e-3, momentum=0.9))
-    model.steps_per_execution = steps_per_call
+    model.steps_per_execution = steps_per_execution
     model.make_train_function()
     batches = endless_batches(NETWORK, with_factor=False)
 
     def block(num_steps: int) -> None:
-        for _ in range(num_steps // steps_per_call):
+        for _ in range(num_steps // steps_per_execution):
             model.train_function(batches)
 
     return block

@@ -1,4 +1,4 @@
-"""tf.distribute.MultiWorkerMirroredStrategy with a loop of its own: model.fit refuses it on Keras 3."""
+"""tf.distribute.MultiWorkerMirroredStrategy with a custom loop: Keras 3's model.fit does not support it."""
 
 import os
 
@@ -24,7 +24,7 @@ def average(gradients: list[tf.Tensor], weights: list[tf.Variable]) -> list[tf.T
     return tf.distribute.get_replica_context().merge_call(reduce, args=tuple(gradients))
 
 
-def block_of(steps_per_call: int):
+def block_of(steps_per_execution: int):
     with strategy.scope():
         step = momentum_step(NETWORK, average)
 
@@ -34,12 +34,12 @@ def block_of(steps_per_call: int):
 
     @tf.function
     def several() -> None:
-        for _ in tf.range(steps_per_call):
+        for _ in tf.range(steps_per_execution):
             strategy.run(step)
 
     def block(num_steps: int) -> None:
-        for _ in range(num_steps // steps_per_call):
-            if steps_per_call == 1:
+        for _ in range(num_steps // steps_per_execution):
+            if steps_per_execution == 1:
                 one()
             else:
                 several()
@@ -56,10 +56,10 @@ def barrier() -> None:
     sum_of(tf.zeros(1)).numpy()
 
 
-def most(value: int) -> int:
-    # There is no maximum over workers; the mean is the same on each as well.
+def maximum(value: int) -> int:
+    # There is no maximum reduction; the mean is also equal on all workers.
     return round(float(sum_of(tf.constant(float(value))).numpy()) / strategy.num_replicas_in_sync)
 
 
 blocks = {f"{k} a call": block_of(k) for k in (1, 10)}
-measure({"MultiWorkerMirrored": blocks}, barrier, most)
+measure({"MultiWorkerMirrored": blocks}, barrier, maximum)

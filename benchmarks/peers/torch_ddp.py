@@ -1,4 +1,4 @@
-"""PyTorch's DistributedDataParallel over Gloo, on processors; in an environment of its own, with torch and numpy."""
+"""PyTorch's DistributedDataParallel over Gloo on CPUs; runs in a separate environment with torch and numpy."""
 
 import os
 
@@ -14,7 +14,7 @@ distributed.init_process_group("gloo")
 
 
 class Same(nn.Module):
-    """Pools as Keras' padding="same" does on even sizes."""
+    """Max pooling like Keras' padding="same" for even sizes."""
 
     def forward(self, x):
         return nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=float("-inf")), 3, 2)
@@ -69,11 +69,11 @@ def block_of():
     return block
 
 
-def most(value):
+def maximum(value):
     found = torch.tensor([value])
     distributed.all_reduce(found, op=distributed.ReduceOp.MAX)
     return int(found)
 
 
-measure({"PyTorch DDP": {"1 a call": block_of()}}, distributed.barrier, most)
+measure({"PyTorch DDP": {"1 a call": block_of()}}, distributed.barrier, maximum)
 distributed.destroy_process_group()

@@ -1,53 +1,60 @@
-"""Saves and restores a training job: what rank 0 writes, what every rank gets back."""
+"""Saves the state of a training job on rank 0 and restores it on all ranks."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdtrain import process, runtime
-from hvdtrain.checkpoint import folders, random_state, tree
-from hvdtrain.checkpoint.background import BackgroundWriter
-from hvdtrain.checkpoint.model_state import Averaged, ModelState
-from hvdtrain.collectives import Collectives
+from hvdtrain.checkpoint import plain_values, random_state, rank_states, storage
+from hvdtrain.checkpoint.background_writer import BackgroundWriter
+from hvdtrain.checkpoint.draft import Draft
+from hvdtrain.checkpoint.model_state import Averaged, Captured, ModelState
+from hvdtrain.checkpoint.transfer import Spec, specs_of
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.failure import on_every_rank, on_first_rank, tell
-from hvdtrain.supervised import note_checkpoint
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.system import versions
+from hvdtrain.system.supervisor_client import note_checkpoint
+from hvdtrain.system.terminal import report
 
 RESUME = ("auto", "never", "must")
-_ALLOWED_FAILURES = 3
+_MAX_FAILURES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint that every rank has taken over."""
+    """A checkpoint that was restored on all ranks."""
 
     step: int
     path: Path
     state: Any
-    """What :meth:`Checkpointer.save` was given as ``state``, by rank 0."""
+    """The ``state`` that rank 0 passed to :meth:`Checkpointer.save`."""
     rank_state: Any
-    """What this rank gave as ``rank_state``; None on another number of ranks."""
+    """The ``rank_state`` that this rank passed; None with another number of ranks."""
     manifest: Mapping[str, Any]
 
 
 class Checkpointer:
-    """Checkpoints of a model, its optimizer and all random state, in a folder that rank 0 owns.
+    """Writes and restores checkpoints of a model, its optimizer and all random state.
 
-    A checkpoint is written aside by a thread, read back, synced to disk and renamed into place: a reader
-    sees a whole one or none. Training waits for the write before, if that is still under way, and
-    otherwise only for what ranks tell each other. While a write is under way it holds the values that
-    variables had, which takes as much memory as the model and its optimizer.
+    Rank 0 writes a checkpoint in the background: to a temporary folder, synced to disk, read back and renamed, so
+    that readers see a complete checkpoint or none. Saving blocks training until the previous write has finished, and
+    until rank 0 has received what belongs to other ranks alone, in bounded pieces: in local SGD their models and
+    optimizers, otherwise little. A write holds the variables' values at the save, which can take as much memory as
+    the model and its optimizer.
 
     Args:
-        directory: new, empty, or one of checkpoints; other ranks than 0 never look at it.
-        model: built and compiled, the same on every rank.
-        keep: how many checkpoints to keep.
-        facts: what else a checkpoint is to tell; ``versions`` are added.
-        collectives: what ranks talk by (default: those of ``hvdtrain.init()``).
+        directory: new, empty, or a folder of checkpoints; only rank 0 accesses it.
+        model: built and compiled; the same on all ranks.
+        keep: the number of checkpoints to keep.
+        facts: additional entries of the manifest; ``versions`` is always included.
+        identity: what a resumed run must have in common with this one.
+        collectives: of the job's ranks (default: those of ``hvdtrain.init()``).
 
     Raises:
         UsageError: ``keep`` is below 1.
@@ -60,6 +67,7 @@ class Checkpointer:
         *,
         keep: int = 3,
         facts: Mapping[str, Any] | None = None,
+        identity: Mapping[str, Any] | None = None,
         collectives: Collectives | None = None,
     ):
         if keep < 1:
@@ -67,9 +75,12 @@ class Checkpointer:
         self._directory = Path(directory)
         self._model = model
         self._keep = keep
-        self._facts = {"versions": process.versions(), **(facts or {})}
+        self._facts = {"versions": versions.versions(), **(facts or {})}
+        self._identity = dict(identity or {})
         self._collectives = collectives or runtime.current().collectives
         self._writer = BackgroundWriter(self._warn)
+        # Whether all checkpoints in the folder are of this run: rank 0 has restored one, or found or left none.
+        self._owns_all = False
         self._model_state = ModelState(model, self._collectives)
 
     def save(
@@ -82,209 +93,292 @@ class Checkpointer:
         averaged: Averaged | None = None,
         wait: bool = False,
     ) -> None:
-        """Saves; every rank has to call it, at the same step.
+        """Saves a checkpoint. Collective: all ranks must call it, at the same step.
+
+        It becomes the latest: an earlier one of the same step is replaced, those of later steps are renamed. Without
+        :meth:`restore`, the folder's checkpoints are of another run, and the first save renames them all.
 
         Args:
-            state, rank_state: what else to keep, of rank 0 and of each rank: numbers, texts, arrays, and
-                lists, tuples, sets and dicts of these.
-            identity: what a run must have in common with this one to go on from it.
-            averaged: where ranks train alone, in which the model is that of all of them: so it is saved for whoever
-                reads it, and each rank's own besides.
-            wait: until it is on disk.
+            state, rank_state: additional state of rank 0 and of each rank: numbers, strings, arrays, and lists,
+                tuples, sets and dicts of these.
+            identity: added to the constructor's ``identity``.
+            averaged: local SGD: a context in which the model holds the averaged weights. They are saved for readers
+                of the checkpoint, in addition to the weights of each rank.
+            wait: return when the checkpoint is on disk.
 
         Raises:
-            JobError: on every rank, with exit code 65, where the file system has refused three times in a row,
-                or at all with ``wait``.
+            JobError: on all ranks, with exit code 65, after three consecutive failures to write; with ``wait``, if
+                this checkpoint could not be written.
         """
-        self._require_few_failures(_ALLOWED_FAILURES)
-        description, tensors = self._model_state.capture(averaged)
-        rank_states = self._collectives.allgather({"random": random_state.capture(), "state": rank_state})
-        if self._collectives.rank == 0:
-            arrays: dict[str, np.ndarray] = {}
-            kept = {"state": state, "ranks": rank_states, "identity": dict(identity or {})}
-            manifest = {**self._facts, **description, "kept": tree.split(kept, arrays, "state")}
+        self._require_few_failures(_MAX_FAILURES)
+        captured = self._model_state.capture(averaged)
+        own = dict(captured.own)
+        value = plain_values.split({"random": random_state.capture(), "state": rank_state}, own, "state")
+        for _ in range(_MAX_FAILURES if wait else 1):
+            gathered = rank_states.gather(own, value, self._collectives, lambda specs: self._begin(step, specs))
+            if gathered is not None:
+                self._commit(step, gathered, captured, state, {**self._identity, **(identity or {})})
+            if not wait:
+                return
+            self._writer.wait()
+            if not self._collectives.allgather(self._writer.consecutive_failures)[0]:
+                return
+        self._require_few_failures(1)
 
-            def write() -> None:
-                folders.write(self._directory, step, {**tensors, **arrays}, manifest)
-                folders.delete_all_but(self._directory, self._keep)
-                note_checkpoint(step)
+    def _begin(self, step: int, specs: Sequence[Sequence[Spec]]) -> Draft:
+        self._writer.wait()
+        return Draft(self._directory, step, specs)
 
-            self._writer.start(write)
-            if wait:
-                self._writer.wait()
-                for _ in range(_ALLOWED_FAILURES - 1):
-                    if self._writer.failures_in_a_row:
-                        self._writer.start(write)
-                        self._writer.wait()
-        if wait:
-            self._require_few_failures(1)
+    def _commit(
+        self, step: int, gathered: rank_states.Gathered, captured: Captured, state: Any, identity: Mapping[str, Any]
+    ) -> None:
+        """Writes the rest of a checkpoint in the background."""
+        arrays: dict[str, np.ndarray] = {}
+        kept = {
+            "state": plain_values.split(state, arrays, "state"),
+            "identity": plain_values.split(identity, arrays, "identity"),
+            "ranks": gathered.values,
+        }
+        tensors, manifest = {**captured.tensors, **arrays}, {**self._facts, **captured.description, "kept": kept}
+
+        def write() -> None:
+            gathered.draft().commit(tensors, manifest)
+            storage.delete_all_but(self._directory, self._keep)
+            note_checkpoint(step)
+
+        self._writer.start(write)
 
     def restore(self, resume: str | Path = "auto", *, identity: Mapping[str, Any] | None = None) -> Restored | None:
-        """Gives every rank the state of a checkpoint; every rank has to call it.
+        """Restores a checkpoint on all ranks. Collective: all ranks must call it.
 
-        Rank 0 reads, the others get it by broadcast. A damaged checkpoint is named and the one before it
-        taken. Later ones than that taken are set aside: renamed, never deleted.
+        Rank 0 reads it and broadcasts the state. Damaged checkpoints are reported and skipped. Checkpoints later than
+        the restored one are renamed, never deleted.
 
         Args:
             resume: ``auto``: the latest, if there is one; ``must``: the latest; ``never``: none, and there
-                must be none; or the path of a checkpoint, or of a folder that holds some.
-            identity: as :meth:`save` was given.
+                must be none; or the path of a checkpoint, or of a folder of checkpoints.
+            identity: added to the constructor's ``identity``.
 
         Returns:
-            What was restored; None: nothing.
+            The restored checkpoint; None if there is none.
 
         Raises:
-            JobError: on every rank, with exit code 65, where there is no usable checkpoint, or one of another run.
+            JobError: on all ranks, with exit code 65, if there is no usable checkpoint, or it is of another run.
         """
 
-        read: tuple[Path, dict[str, Any], dict[str, np.ndarray], Any] | None = None
+        opened: storage.Content | None = None
 
-        def find() -> dict[str, Any] | None:
-            nonlocal read
-            read = self._find(resume, identity or {})
-            return None if read is None else {"path": str(read[0]), "manifest": read[1], "kept": read[3]}
+        def find() -> tuple[str, dict[str, Any], list[Spec]] | None:
+            nonlocal opened
+            with _usable(self._directory):
+                opened = self._find(resume, {**self._identity, **(identity or {})})
+            self._owns_all = True
+            if opened is None:
+                return None
+            names = plain_values.array_names(opened.manifest["kept"]["state"])
+            return str(opened.path), opened.manifest, specs_of({name: opened.tensors[name] for name in names})
 
         found = on_first_rank(find, self._collectives)
         if found is None:
             return None
-        manifest, kept = found["manifest"], found["kept"]
-        self._model_state.restore(manifest, {} if read is None else read[2])
+        path, manifest, specs = found
+        kept, ranks = manifest.pop("kept"), None if opened is None else opened.ranks
+        tensors: Mapping[str, np.ndarray] = {} if opened is None else opened.tensors
         same_ranks = manifest["ranks"] == self._collectives.size
-        own = kept["ranks"][self._collectives.rank] if same_ranks else None
-        if own is not None:
+        variables = self._model_state.own_variables(manifest) if same_ranks else {}
+        self._model_state.restore_shared(manifest, tensors, without=variables.values())
+        arrays = {name: tensors[name] for name, *_ in specs} if opened is not None else {}
+        state = plain_values.join(kept["state"], rank_states.broadcast_arrays(arrays, specs, self._collectives))
+        rank_state = None
+        if same_ranks:
+            own = rank_states.scatter(ranks, kept["ranks"], variables, self._collectives)
             random_state.restore(own["random"])
-        rank_state = None if own is None else own["state"]
-        return Restored(manifest["step"], Path(found["path"]), kept["state"], rank_state, manifest)
+            rank_state = own["state"]
+        else:
+            self._model_state.restore_on_other_ranks(manifest, None if ranks is None else ranks.array)
+        return Restored(manifest["step"], Path(path), state, rank_state, manifest)
 
     def load(self, path: str | Path | None = None) -> Restored:
-        """Gives every rank the model and optimizer of a checkpoint, to look at; every rank has to call it.
+        """Loads the model and optimizer of a checkpoint on all ranks. Collective: all ranks must call it.
 
-        Nothing in the folder changes, which may be that of a run that goes on. What was each rank's own is left
-        out, so that the model is the same on any number of ranks.
+        Changes nothing in the folder, to which another job may be writing. Per-rank state is not loaded, so that the
+        model is the same on any number of ranks.
 
         Args:
-            path: of a checkpoint, or of a folder that holds some; None: the latest.
+            path: of a checkpoint, or of a folder of checkpoints; None: the latest.
 
         Raises:
-            JobError: on every rank, with exit code 65, where there is no whole checkpoint, or one of another model.
+            JobError: on all ranks, with exit code 65, if there is no intact checkpoint, or it is of another model.
         """
-        read: tuple[Path, dict[str, Any], dict[str, np.ndarray]] | None = None
+        opened: storage.Content | None = None
 
         def find() -> tuple[str, dict[str, Any]]:
-            nonlocal read
-            candidates = folders.checkpoints_in(self._directory) if path is None else _checkpoints_at(Path(path))
-            read = self._latest_whole(candidates)
-            if read is None:
+            nonlocal opened
+            with _usable(self._directory if path is None else Path(path)):
+                candidates = storage.checkpoints_in(self._directory) if path is None else _checkpoints_at(Path(path))
+                opened = self._latest_intact(candidates)
+            if opened is None:
                 raise DataError(f"there must be a checkpoint. Received: none in {path or self._directory}")
-            self._model_state.require_same_variables(read[1])
-            return str(read[0]), read[1]
+            self._model_state.require_same_variables(opened.manifest)
+            return str(opened.path), opened.manifest
 
         found, manifest = on_first_rank(find, self._collectives)
-        self._model_state.restore(manifest, {} if read is None else read[2], with_own=False)
+        self._model_state.restore_shared(manifest, {} if opened is None else opened.tensors, without=())
         return Restored(manifest["step"], Path(found), None, None, manifest)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits for the write that is under way, on rank 0."""
+        """Waits for the current write on rank 0."""
         self._writer.wait(timeout_s)
 
-    def _find(
-        self, resume: str | Path, identity: Mapping[str, Any]
-    ) -> tuple[Path, dict[str, Any], dict[str, np.ndarray], Any] | None:
-        folders.require_ours(self._directory)
-        own = folders.checkpoints_in(self._directory)
+    def _find(self, resume: str | Path, identity: Mapping[str, Any]) -> storage.Content | None:
+        storage.require_ours(self._directory)
+        storage.recover(self._directory)
+        own = storage.checkpoints_in(self._directory)
         if str(resume) == "never":
             if own:
                 raise DataError(
-                    f"--resume never needs a place without checkpoints. Received: {self._directory}, which holds "
-                    f"{len(own)}. Nothing was touched; give another --run-dir, or --resume auto to go on."
+                    f"--resume=never requires a folder without checkpoints. Received: {self._directory}, which holds "
+                    f"{len(own)}. It was left untouched; use another --run-dir, or --resume auto."
                 )
             return None
         candidates = own if str(resume) in RESUME else self._named(Path(resume), own)
-        whole = self._latest_whole(candidates)
-        if whole is not None:
-            folder, manifest, tensors = whole
-            kept = tree.join(manifest.pop("kept"), tensors)
-            _require_same(identity, kept["identity"], folder)
-            self._model_state.require_same_variables(manifest)
-            for later in own:
-                if folders.step_of(later) > manifest["step"]:
-                    tell(
-                        0, f"goes on from step {manifest['step']}; {later} was set aside as {folders.set_aside(later)}"
-                    )
-            return folder, manifest, tensors, kept
+        found = self._latest_intact(candidates)
+        if found is not None:
+            saved = plain_values.join(found.manifest["kept"]["identity"], found.tensors)
+            _require_same(identity, saved, found.path)
+            self._model_state.require_same_variables(found.manifest)
+            storage.set_aside_later(self._directory, found.manifest["step"])
+            return found
         if str(resume) == "must":
-            raise DataError(f"--resume must needs a checkpoint. Received: none in {self._directory}")
+            raise DataError(f"--resume=must requires a checkpoint. Received: none in {self._directory}")
         return None
 
-    def _latest_whole(self, candidates: list[Path]) -> tuple[Path, dict[str, Any], dict[str, np.ndarray]] | None:
-        """The last one that is not damaged, with its manifest and tensors; None: there are no candidates."""
+    def _latest_intact(self, candidates: list[Path]) -> storage.Content | None:
+        """Returns the last intact checkpoint; None if there are no candidates."""
         num_damaged = 0
         for folder in reversed(candidates):
-            problem = folders.damage(folder)
+            problem = storage.damage(folder)
             if problem is None:
-                return folder, *folders.read(folder)
+                try:
+                    return self._read(folder)
+                except storage.MalformedError as error:
+                    problem = str(error)
             num_damaged += 1
-            tell(0, f"{folder} is damaged: {problem}")
+            report(0, f"{folder} is damaged: {problem}")
         if num_damaged:
             raise DataError(
-                f"there must be a whole checkpoint in {candidates[0].parent}. Received: {num_damaged}, all damaged. "
-                "Nothing was deleted. Bring one back from a copy, or start anew with another --run-dir."
+                f"there must be an intact checkpoint in {candidates[0].parent}. Received: {num_damaged}, all damaged. "
+                "Nothing was deleted. Restore one from a backup, or train from scratch with another --run-dir."
             )
         return None
+
+    def _read(self, folder: Path) -> storage.Content:
+        found = storage.read(folder)
+        with storage.refusing_malformed(storage.MANIFEST):
+            kept, specs = found.manifest["kept"], found.ranks.specs
+            places: list[tuple[Any, Container[str]]] = [
+                (kept["state"], found.tensors),
+                (kept["identity"], found.tensors),
+            ]
+            places += [(value, {name for name, *_ in own}) for value, own in zip(kept["ranks"], specs, strict=True)]
+            for value, arrays in places:
+                if missing := [name for name in plain_values.array_names(value) if name not in arrays]:
+                    raise LookupError(f"there is no array {missing[0]!r}")
+            dict(plain_values.join(kept["identity"], found.tensors))
+            self._model_state.require_well_formed(found.manifest, found.tensors, specs)
+        return found
 
     def _named(self, path: Path, own: list[Path]) -> list[Path]:
         found = _checkpoints_at(path)
         if not found:
             raise DataError(
-                f"--resume must be auto, never, must, or the path of a checkpoint or of a run. Received: {path}, where "
-                "there is no checkpoint"
+                "--resume must be auto, never, must, or the path of a checkpoint or run. Received: "
+                f"{path}, which holds no checkpoint"
             )
         if own and not any(each.samefile(mine) for each in found for mine in own):
             raise DataError(
-                "a run that begins with another run's checkpoint needs a place of its own. Received: "
-                f"{self._directory}, which holds checkpoints. Give another --run-dir."
+                "a run that starts from another run's checkpoint requires its own folder. Received: "
+                f"{self._directory}, which holds checkpoints. Use another --run-dir."
             )
         return found
 
     def _require_few_failures(self, limit: int) -> None:
         def check() -> None:
             if self._collectives.rank == 0:
-                folders.require_ours(self._directory)
-            if self._writer.failures_in_a_row >= limit:
+                with _usable(self._directory):
+                    storage.require_ours(self._directory)
+                    self._set_others_aside()
+            if self._writer.consecutive_failures >= limit:
                 raise DataError(
-                    f"checkpoints must be writable. Received: {self._writer.failures_in_a_row} failures in a row in "
-                    f"{self._directory}, the last: {self._writer.last_error}. Earlier checkpoints are untouched; make "
-                    "room, and start the job again to go on from the last one."
+                    "checkpoints must be writable. Received: "
+                    f"{self._writer.consecutive_failures} consecutive failures in {self._directory}, the last: "
+                    f"{self._writer.last_error}. Earlier checkpoints are intact; free disk space and restart the job "
+                    "to resume from the last one."
                 ) from self._writer.last_error
 
         on_every_rank(check, self._collectives)
 
+    def _set_others_aside(self) -> None:
+        """Renames the checkpoints of another run, which must not be restored or deleted as this run's."""
+        others = [] if self._owns_all else storage.checkpoints_in(self._directory)
+        for each in others:
+            storage.set_aside(each)
+        if others:
+            names = ", ".join(each.name for each in others)
+            report(
+                0,
+                f"saving to {self._directory} without resuming: renamed its checkpoints {names} to ….aside. To resume "
+                "from the latest instead, call restore() before the first save.",
+            )
+        self._owns_all = True
+
     def _warn(self, error: Exception) -> None:
-        tell(0, f"a checkpoint could not be written to {self._directory}: {error}. Earlier ones are untouched.")
+        report(0, f"could not write a checkpoint to {self._directory}: {error}. Earlier checkpoints are intact.")
 
 
 def newest_step(directory: Path) -> int | None:
-    """The step of the latest checkpoint in a folder, whole or not; None: there is none."""
-    found = folders.checkpoints_in(directory)
-    return folders.step_of(found[-1]) if found else None
+    """Returns the step of the latest checkpoint in a folder, intact or damaged; None if there is none."""
+    found = storage.checkpoints_in(directory)
+    return storage.step_of(found[-1]) if found else None
+
+
+def newest_manifest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the latest intact checkpoint in a folder, and its manifest; None if there is none."""
+    for folder in reversed(storage.checkpoints_in(directory)):
+        if storage.damage(folder) is None:
+            with suppress(storage.MalformedError):
+                return folder, storage.read_manifest(folder)
+    return None
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Turns an error of the file system into DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the folder of checkpoints must be readable and writable. Received: {directory} ({error}). Change its "
+            "permissions, or use another folder."
+        ) from error
 
 
 def _checkpoints_at(path: Path) -> list[Path]:
-    """A checkpoint by its path, or those of a folder or run."""
+    """Returns the checkpoint with a path, or those in a folder or run."""
     for folder in (path, path / "checkpoints"):
-        if found := folders.checkpoints_in(folder):
+        if found := storage.checkpoints_in(folder):
             return found
-    return [each for each in folders.checkpoints_in(path.parent) if each.name == path.name]
+    return [each for each in storage.checkpoints_in(path.parent) if each.name == path.name]
 
 
-def _require_same(here: Mapping[str, Any], there: Mapping[str, Any], folder: Path) -> None:
+def _require_same(here: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
     differences = [
-        f"{name}: {there.get(name, 'missing')} there, {here.get(name, 'missing')} here"
-        for name in sorted({*here, *there})
-        if here.get(name) != there.get(name)
+        f"{name}: {saved.get(name, 'missing')} in the checkpoint, {here.get(name, 'missing')} here"
+        for name in sorted({*here, *saved})
+        if here.get(name) != saved.get(name)
     ]
     if differences:
         raise DataError(
-            f"a run must go on as it began. Received: a checkpoint of another run, {folder}: {'; '.join(differences)}. "
-            "It was left untouched; give the options it was made with, or another --run-dir."
+            f"a run must resume from its own checkpoint. Received: one of another run, {folder}: "
+            f"{'; '.join(differences)}. It was left untouched; use the options of that run, or another --run-dir."
         )

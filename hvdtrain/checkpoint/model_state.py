@@ -1,46 +1,65 @@
-"""The variables of a compiled model that training changes, and what of them is each rank's own."""
+"""Captures and restores the variables of a model and its optimizer, including those that differ between ranks."""
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives import Collectives
+from hvdtrain.checkpoint.transfer import Spec
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.replica_consistency import (
+    differing,
+    note_equal_counters,
+    own_random_stream,
+    random_streams,
+    share_counters,
+)
+from hvdtrain.distributed.snapshot import host_array, host_tensor
 from hvdtrain.errors import DataError
-from hvdtrain.optimizer import leaves
-from hvdtrain.replicas import differing, own_random_stream, random_streams
 
 Averaged: TypeAlias = Callable[[], AbstractContextManager[None]]
 
+# Elements that are averaged at a time.
+_PIECE = 4 << 20
 _NUMBER = re.compile(r"_\d+(?=[_/.]|$)")
 
 
-class ModelState:
-    """Reads and writes the state of a model and its optimizer.
+class Captured(NamedTuple):
+    """The state of a model at one moment. Values share the variables' memory until training changes it."""
 
-    Replicas have equal weights and optimizers, unless ranks train alone. A rank's own are the states of its
-    seed generators, the sums of its metrics, and weights that are updated outside of the gradients
-    (BatchNorm's moving statistics), which are averaged only when somebody looks at them.
+    description: dict[str, Any]
+    tensors: dict[str, tf.Tensor]
+    """On rank 0: what all ranks have in common, or its average over ranks."""
+    own: dict[str, np.ndarray]
+    """What belongs to this rank alone."""
+
+
+class ModelState:
+    """Captures and restores the state of a compiled model and its optimizer.
+
+    Replicas have equal weights and optimizers, except in local SGD. Per rank are the states of seed generators,
+    the sums of metrics, and weights that are not updated by gradients (the moving statistics of BatchNormalization),
+    which are averaged only for evaluation and in checkpoints.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
         self._model = model
         self._collectives = collectives
 
-    def capture(self, averaged: Averaged | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A description, and tensors by name. Every rank has to call it.
+    def capture(self, averaged: Averaged | None = None) -> Captured:
+        """Captures the current values. Collective: all ranks must call it.
 
         Args:
-            averaged: in which the model is that of all ranks, where they train alone: its weights are kept for
-                whoever reads them, and each rank's own besides.
-
-        The tensors share the variables' memory until training changes those, so that capturing copies nothing.
+            averaged: local SGD: a context in which the model holds the averaged weights. They are captured for
+                readers of the checkpoint, in addition to the weights of each rank.
         """
+        share_counters(self._model, self._collectives)
         shared = self._shared()
         candidates = list(shared.values()) if averaged else self._model.non_trainable_weights
         split = differing(candidates, self._collectives)
@@ -49,63 +68,93 @@ class ModelState:
             "random": self._random(),
             "weights": {name: variable for name, variable in shared.items() if id(variable) in split},
         }
-        values = {name: variable.numpy() for group in own.values() for name, variable in group.items()}
-        by_rank = self._collectives.allgather(values)
+        values = {name: host_array(variable) for group in own.values() for name, variable in group.items()}
+        is_first, tensors = self._collectives.rank == 0, {}
         with averaged() if averaged else nullcontext():
-            tensors = {name: _on_host(variable) for name, variable in shared.items()}
+            if is_first:
+                tensors = {name: host_tensor(variable) for name, variable in shared.items()}
         for name, variable in own["weights"].items():
             if keras.backend.is_float_dtype(variable.dtype) and not (averaged and name.startswith("model/")):
-                tensors[name] = tf.constant(sum(each[name] for each in by_rank) / self._collectives.size)
-        for rank, each in enumerate(by_rank):
-            tensors |= {f"rank{rank}/{name}": value for name, value in each.items()}
+                mean = self._mean(values[name], keep=is_first)
+                if is_first:
+                    tensors[name] = tf.constant(mean, variable.dtype)
         description = {
             "variables": _description(shared),
             "own": {group: _description(variables) for group, variables in own.items()},
             "accumulate": self._accumulate,
             "ranks": self._collectives.size,
         }
-        return description, tensors
+        return Captured(description, tensors, values)
+
+    def _mean(self, value: np.ndarray, *, keep: bool) -> np.ndarray:
+        """The mean over ranks, reduced in bounded pieces; only part of it unless it is to be kept."""
+        flat = value.reshape(-1)
+        wide = np.float64 if value.dtype == np.float64 else np.float32
+        mean = np.empty(flat.shape if keep else 0, wide)
+        for begin in range(0, len(flat), _PIECE):
+            (total,) = self._collectives.sum([flat[begin : begin + _PIECE].astype(wide)])
+            if keep:
+                mean[begin : begin + _PIECE] = total / self._collectives.size
+        return mean.reshape(value.shape) if keep else mean
+
+    def require_well_formed(
+        self, description: Mapping[str, Any], tensors: Mapping[str, Any], specs: Sequence[Sequence[Spec]]
+    ) -> None:
+        """Raises LookupError, TypeError or ValueError unless a description is as :meth:`capture` returned it.
+
+        Args:
+            tensors: the shared tensors.
+            specs: those of the arrays of each rank.
+        """
+        own = [each for group in ("metrics", "random", "weights") for each in description["own"][group]]
+        if int(description["accumulate"]) < 1:
+            raise ValueError(f"accumulate is {description['accumulate']}")
+        for name, shape, dtype in [*description["variables"], *own]:
+            if not (isinstance(name, str) and isinstance(dtype, str) and all(isinstance(each, int) for each in shape)):
+                raise TypeError(f"a variable must be a name, a shape and a dtype, not {[name, shape, dtype]!r:.200}")
+        if missing := [each[0] for each in description["variables"] if each[0] not in tensors]:
+            raise LookupError(f"there is no tensor {missing[0]!r}")
+        for rank, arrays in enumerate(specs):
+            found = {name: (shape, dtype) for name, shape, dtype in arrays}
+            if missing := [name for name, shape, dtype in own if found.get(name) != (shape, dtype)]:
+                raise LookupError(f"rank {rank} has no array {missing[0]!r}")
 
     def require_same_variables(self, description: Mapping[str, Any]) -> None:
-        """Raises DataError where a checkpoint holds other variables than the model and its optimizer have."""
+        """Raises DataError if the variables of a checkpoint are not those of the model and its optimizer."""
         here = [*_description(self._shared()), *_description(self._random())]
         there = [*description["variables"], *description["own"]["random"]]
-        # With another number of micro-batches a step there are other accumulators, which are zero between steps.
+        # Gradient accumulators depend on gradient_accumulation_steps, and are zero between steps.
         here, there = ([each for each in group if not _is_accumulator(each[0])] for group in (here, there))
         for saved, own in itertools.zip_longest(there, here):
-            if saved is None or own is None or [_plain(saved[0]), *saved[1:]] != [_plain(own[0]), *own[1:]]:
+            if (
+                saved is None
+                or own is None
+                or [_without_numbers(saved[0]), *saved[1:]] != [_without_numbers(own[0]), *own[1:]]
+            ):
                 raise DataError(
                     "a checkpoint must be of the same model and optimizer. Received: "
                     f"{_text(saved)} in the checkpoint, {_text(own)} here"
                 )
 
-    def restore(
-        self, description: Mapping[str, Any] | None, tensors: Mapping[str, np.ndarray], *, with_own: bool = True
+    def restore_shared(
+        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, without: Iterable[keras.Variable]
     ) -> None:
-        """Puts back what rank 0 has read. Every rank has to call it.
+        """Restores what all ranks have in common. Collective: all ranks must call it.
 
         Args:
-            description: on rank 0; on the others of no account, as ``tensors``.
-            with_own: also what was each rank's own.
+            tensors: used on rank 0 only.
+            without: variables that the caller restores on each rank.
         """
-        collectives = self._collectives
-        by_rank = None
-        if collectives.rank == 0:
-            assert description is not None
-            self._restore_shared(description, tensors)
-            by_rank = self._own_by_rank(description, tensors) if with_own else None
-        collectives.broadcast([variable.value for variable in self._shared().values()])
-        if not with_own:
-            return
-        by_rank = collectives.allgather(by_rank)[0]
-        if len(by_rank) == collectives.size:
-            here = {**self._shared(), **self._metrics(), **self._random()}
-            for name, value in by_rank[collectives.rank].items():
-                here[name].assign(value)
-        else:
-            self._take_over(by_rank)
+        others = {id(variable) for variable in without}
+        if self._collectives.rank == 0:
+            self._restore_shared(description, tensors, others)
+        shared = [variable.value for variable in self._shared().values() if id(variable) not in others]
+        self._collectives.broadcast(shared)
+        note_equal_counters(self._model)
 
-    def _restore_shared(self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+    def _restore_shared(
+        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray], others: set[int]
+    ) -> None:
         saved = [each[0] for each in description["variables"]]
         here = self._shared()
         if description["accumulate"] != self._accumulate:
@@ -114,41 +163,51 @@ class ModelState:
                 variable = here.pop(name)
                 variable.assign(tf.zeros_like(variable.value))
         for name, variable in zip(saved, here.values(), strict=True):
-            variable.assign(tensors[name])
+            if id(variable) not in others:
+                variable.assign(tensors[name])
         if description["accumulate"] != self._accumulate:
-            for leaf in leaves(self._model.optimizer):  # Keras counts micro-batches
+            for leaf in leaves_of(self._model):  # Keras counts accumulation steps
                 leaf._iterations.assign(int(leaf._iterations.numpy()) // description["accumulate"] * self._accumulate)
 
-    def _own_by_rank(
-        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray]
-    ) -> list[dict[str, np.ndarray]]:
-        """What each rank of the checkpoint had of its own, by the names of this process."""
-        saved_weights = [each[0] for each in description["variables"] if not _is_accumulator(each[0])]
-        weights = [name for name in self._shared() if not _is_accumulator(name)]
-        names = dict(zip(saved_weights, weights, strict=True))
-        names = {each[0]: names[each[0]] for each in description["own"]["weights"]}
-        names |= dict(zip((each[0] for each in description["own"]["random"]), self._random(), strict=True))
+    def own_variables(self, description: Mapping[str, Any]) -> dict[str, keras.Variable]:
+        """Returns the variables that hold what belongs to single ranks, by their names in the checkpoint."""
+        saved = [each[0] for each in description["variables"] if not _is_accumulator(each[0])]
+        here = [variable for name, variable in self._shared().items() if not _is_accumulator(name)]
+        by_name = dict(zip(saved, here, strict=True))
+        own = description["own"]
+        found = {each[0]: by_name[each[0]] for each in own["weights"] if each[0] in by_name}
+        found |= dict(zip((each[0] for each in own["random"]), self._random().values(), strict=True))
         metrics = self._metrics()
-        if [each[1:] for each in description["own"]["metrics"]] == [each[1:] for each in _description(metrics)]:
-            names |= dict(zip((each[0] for each in description["own"]["metrics"]), metrics, strict=True))
-        ranks = range(description["ranks"])
-        return [{name: tensors[f"rank{rank}/{saved}"] for saved, name in names.items()} for rank in ranks]
+        if [each[1:] for each in own["metrics"]] == [each[1:] for each in _description(metrics)]:
+            found |= dict(zip((each[0] for each in own["metrics"]), metrics.values(), strict=True))
+        return found
 
-    def _take_over(self, by_rank: Sequence[Mapping[str, np.ndarray]]) -> None:
-        """On another number of ranks: weights stay averaged, metrics' sums go to rank 0, random streams part anew."""
-        rank = self._collectives.rank
-        for name, variable in self._metrics().items():
-            total = sum(values[name] for values in by_rank if name in values)
-            variable.assign(total if rank == 0 else tf.zeros_like(variable.value))
-        for name, variable in self._random().items():
-            variable.assign(own_random_stream(by_rank[0][name], rank))
+    def restore_on_other_ranks(
+        self, description: Mapping[str, Any], read: Callable[[int, str], np.ndarray] | None
+    ) -> None:
+        """Restores on another number of ranks: sums of metrics on rank 0, new random streams, averaged weights.
+
+        Collective: all ranks must call it.
+
+        Args:
+            read: returns an array of a rank; used on rank 0 only.
+        """
+        variables, own = self.own_variables(description), description["own"]
+        metrics = [each[0] for each in own["metrics"] if each[0] in variables]
+        for name in metrics:
+            variables[name].assign(tf.zeros_like(variables[name].value))
+            if read is not None:
+                variables[name].assign(sum(read(rank, name) for rank in range(description["ranks"])))
+        streams = {each[0]: None if read is None else read(0, each[0]) for each in own["random"]}
+        for name, state in self._collectives.allgather(streams)[0].items():
+            variables[name].assign(own_random_stream(state, self._collectives.rank))
 
     @property
     def _accumulate(self) -> int:
-        return leaves(self._model.optimizer)[0].gradient_accumulation_steps or 1
+        return leaves_of(self._model)[0].gradient_accumulation_steps or 1
 
     def _shared(self) -> dict[str, keras.Variable]:
-        return {**_named("model", self._model.weights), **_named("optimizer", self._model.optimizer.variables)}
+        return {**_named("model", self._model.weights), **_named("optimizer", optimizer_variables(self._model))}
 
     def _metrics(self) -> dict[str, keras.Variable]:
         return _named("metrics", self._model.metrics_variables)
@@ -161,13 +220,8 @@ def _is_accumulator(name: str) -> bool:
     return "gradient_accumulator" in name
 
 
-def _on_host(variable: keras.Variable) -> tf.Tensor:
-    with tf.device("CPU:0"):
-        return tf.identity(variable.value)
-
-
 def _named(group: str, variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:
-    """By path, numbered where two have the same."""
+    """Returns variables by path, with a number if paths are equal."""
     result: dict[str, keras.Variable] = {}
     for variable in variables:
         name, number = f"{group}/{variable.path}", 1
@@ -182,7 +236,7 @@ def _description(variables: Mapping[str, keras.Variable]) -> list[list[Any]]:
     return [[name, list(variable.shape), variable.dtype] for name, variable in variables.items()]
 
 
-def _plain(name: str) -> str:
+def _without_numbers(name: str) -> str:
     return _NUMBER.sub("", name)
 
 

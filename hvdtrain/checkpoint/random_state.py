@@ -1,4 +1,4 @@
-"""The random state of a process that belongs to no model: Python's, NumPy's, and Keras' global generator."""
+"""Captures and restores the global random state of a process: Python's, NumPy's and Keras' global generator."""
 
 import random
 from typing import Any
@@ -7,12 +7,12 @@ import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.random.seed_generator import global_seed_generator
 
-# Of Keras' generator among its global attributes; before Keras 3.13 it has no constant for it.
+# The name of Keras' global generator among its global attributes; before Keras 3.13 there is no constant for it.
 _KERAS_GENERATOR = "global_seed_generator"
 
 
 def capture() -> dict[str, Any]:
-    """Plain values; see :mod:`hvdtrain.checkpoint.tree`."""
+    """Returns the state as plain values; see :mod:`hvdtrain.checkpoint.plain_values`."""
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     keras_generator = get_global_attribute(_KERAS_GENERATOR)
@@ -24,7 +24,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Puts back what :func:`capture` gave."""
+    """Restores a state that :func:`capture` returned."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(int(each) for each in python["internal"]), python["gauss_next"]))
     np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))

@@ -1,9 +1,22 @@
-"""Sharded, deterministic input."""
+"""Sharded, deterministic input: sources of samples, and the datasets each rank trains and evaluates on."""
 
 from hvdtrain.data.arrays import Arrays
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
+from hvdtrain.data.random_access import Batches, RandomAccess
 from hvdtrain.data.source import BadSample, Source
+from hvdtrain.data.splits import Data
 from hvdtrain.data.stream import Stream
 from hvdtrain.data.tfrecords import TFRecords
 
-__all__ = ["Arrays", "BadSample", "Source", "Stream", "TFRecords", "evaluation_dataset", "training_dataset"]
+__all__ = [
+    "Arrays",
+    "BadSample",
+    "Batches",
+    "Data",
+    "RandomAccess",
+    "Source",
+    "Stream",
+    "TFRecords",
+    "evaluation_dataset",
+    "training_dataset",
+]

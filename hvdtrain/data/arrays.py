@@ -1,47 +1,54 @@
-"""Samples in memory."""
+"""Samples in arrays, in memory or memory-mapped."""
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.pipeline import Augment, map_samples, random_access_evaluation, random_access_training
-from hvdtrain.data.source import BadSample
-from hvdtrain.errors import DataError
-from hvdtrain.sampling import SamplePlan, shard_batches
+from hvdtrain.data.numbered import NumberedSource, Parts, read_with_numpy
+from hvdtrain.data.pipeline import Augment
+from hvdtrain.errors import DataError, UsageError
+
+# Below, arrays are copied into tensors, which are faster to read (by 0.2 ms a batch); above, copies are too large.
+_MAX_COPIED_BYTES = 64 << 20
+_STRINGS = "OSU"
 
 
-class Arrays:
-    """Samples held in memory.
+class Arrays(NumberedSource):
+    """Samples in arrays.
+
+    Large arrays are not copied, and memory-mapped ones (``np.load(…, mmap_mode="r")``) are read batch by batch.
 
     Args:
-        x: the inputs: an array, or a structure (dict, tuple) of arrays of shape ``[num_samples, …]``.
-        y: the targets, likewise.
-        sample_weight: shape ``[num_samples]``; None: every sample counts the same.
-        augment: called in training as ``x, y = augment(x, y, seed)`` with single samples. ``seed``, int32
+        x: the inputs: an array, or a structure (dict, tuple) of arrays of shape ``[num_samples, …]``, of numbers or
+            strings.
+        y: the targets, likewise; None for models that train on x alone.
+        sample_weight: shape ``[num_samples]``; None weights all samples equally.
+        augment: called during training as ``x, y = augment(x, y, seed)`` on single samples. ``seed``, int32
             of shape ``[2]``, is for ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``; it
-            depends on the plan's seed, the epoch and the sample alone.
+            depends only on the plan's seed, the epoch and the sample.
 
     Raises:
-        DataError: the arrays differ in their number of samples.
+        DataError: the arrays differ in their number of samples, or hold neither numbers nor strings.
+        UsageError: there are weights without targets.
     """
 
-    keeps_order = False
-    can_change = False
-    bad_samples: Sequence[BadSample] = ()
-
-    def __init__(self, x: Any, y: Any, sample_weight: Any = None, *, augment: Augment | None = None):
-        self.x = tf.nest.map_structure(np.asarray, x)
-        self.y = tf.nest.map_structure(np.asarray, y)
-        self._weights = () if sample_weight is None else (np.asarray(sample_weight, keras.config.floatx()),)
-        self._augment = augment
-        sizes = {len(array) if array.ndim else 0 for array in self._flat()}
+    def __init__(self, x: Any, y: Any = None, sample_weight: Any = None, *, augment: Augment | None = None):
+        super().__init__(augment)
+        if y is None and sample_weight is not None:
+            raise UsageError("sample_weight needs y, the targets that it weights. Received: sample_weight without y.")
+        self.x = tf.nest.map_structure(_as_array, x)
+        self.y = None if y is None else tf.nest.map_structure(_as_array, y)
+        self._parts: Parts = (self.x,) if y is None else (self.x, self.y)
+        if sample_weight is not None:
+            self._parts += (np.asarray(sample_weight, keras.config.floatx()),)
+        self._arrays: list[np.ndarray] = tf.nest.flatten(self._parts)
+        sizes = {len(array) if array.ndim else 0 for array in self._arrays}
         if len(sizes) != 1 or 0 in sizes:
-            shapes = [array.shape for array in self._flat()]
+            shapes = [array.shape for array in self._arrays]
             raise DataError(f"all arrays must hold the same number of samples, at least 1. Received shapes: {shapes}")
         self.num_samples = sizes.pop()
         self.has_sample_weights = sample_weight is not None
@@ -50,43 +57,55 @@ class Arrays:
         """The number of samples and a digest of up to 1,000 of them."""
         numbers = np.unique(np.linspace(0, self.num_samples - 1, 1000).astype(np.int64))
         digest = hashlib.sha256()
-        for array in self._flat():
+        for array in self._arrays:
             digest.update(f"{array.dtype} {array.shape}".encode())
-            digest.update(np.ascontiguousarray(array[numbers]).tobytes())
+            digest.update(_content(array[numbers]))
         return {"samples": self.num_samples, "digest": digest.hexdigest()[:12]}
 
-    def check_unchanged(self) -> None:
-        """Nothing to check: no file."""
-
-    def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
-        """None: nothing is parsed."""
-        return []
-
-    def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-        return random_access_training(self._read_augmented, plan, first_micro_batch, excluded)
-
-    def evaluation_batches(
-        self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
-    ) -> tf.data.Dataset:
-        batches = shard_batches(self.num_samples, batch_size, rank, size, excluded)
-        return random_access_evaluation(self._read, batches, first_batch)
-
-    def _flat(self) -> list[np.ndarray]:
-        return tf.nest.flatten((self.x, self.y, *self._weights))
-
     @functools.cached_property
-    def _tensors(self) -> tuple[Any, ...]:
-        # Tensors are captured by reference: the arrays are copied once, not with every data set. They are
-        # asked for while a graph is made, of which they must be no part. Input runs on the CPU; a GPU's
-        # memory is for the model.
+    def _tensors(self) -> list[tf.Tensor | None]:
+        """The arrays that are copied into tensors; None for those that are read in place."""
+        in_memory = [array for array in self._arrays if not isinstance(array, np.memmap)]
+        copies_all = sum(array.nbytes for array in in_memory) <= _MAX_COPIED_BYTES
+        # Datasets capture these tensors by reference, so the arrays are copied once, not per dataset. init_scope keeps
+        # them out of the graph that is being traced when they are first used. Input runs on the CPU: GPU memory is for
+        # the model.
         with tf.init_scope(), tf.device("CPU"):
-            return tf.nest.map_structure(tf.constant, (self.x, self.y, *self._weights))
+            return [
+                tf.constant(array)
+                if array.dtype.kind in _STRINGS or (copies_all and not isinstance(array, np.memmap))
+                else None
+                for array in self._arrays
+            ]
 
-    def _read(self, numbers: tf.Tensor) -> tuple[Any, ...]:
-        return tf.nest.map_structure(lambda tensor: tf.gather(tensor, numbers), self._tensors)
+    def _read(self, numbers: tf.Tensor) -> Parts:
+        tensors = self._tensors
+        in_place = [array for array, tensor in zip(self._arrays, tensors, strict=True) if tensor is None]
+        specs = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in in_place]
+        # Whole rows at once: NumPy reads only these of a memory map.
+        rows = read_with_numpy(lambda batch: [np.asarray(array[batch]) for array in in_place], numbers, specs)
+        remaining = iter(rows)
+        flat = [next(remaining) if tensor is None else tf.gather(tensor, numbers) for tensor in tensors]
+        return tf.nest.pack_sequence_as(self._parts, flat)
 
-    def _read_augmented(self, numbers: tf.Tensor, seeds: tf.Tensor) -> tuple[Any, ...]:
-        x, y, *weights = self._read(numbers)
-        if self._augment is not None:
-            x, y = map_samples(self._augment, x, y, seeds)
-        return (x, y, *weights)
+
+def _as_array(array: Any) -> np.ndarray:
+    # np.asarray would return a memory map as an ordinary array.
+    array = array if isinstance(array, np.memmap) else np.asarray(array)
+    if array.dtype.kind not in "biufcV" and not _holds_strings(array):
+        raise DataError(
+            f"arrays must hold numbers or strings. Received: dtype {array.dtype}, first element "
+            f"{array.ravel()[0]!r:.50}. Convert them, for example with numpy.stack."
+        )
+    return array
+
+
+def _holds_strings(array: np.ndarray) -> bool:
+    return array.dtype.kind in "SU" or all(isinstance(each, str | bytes) for each in array.ravel())
+
+
+def _content(rows: np.ndarray) -> bytes:
+    # Objects are pointers, which differ between ranks.
+    if rows.dtype.kind == "O":
+        return bytes(tf.io.serialize_tensor(tf.constant(rows)).numpy())
+    return np.ascontiguousarray(rows).tobytes()

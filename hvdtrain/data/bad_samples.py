@@ -1,18 +1,19 @@
-"""Samples that cannot be read: told, left out, and counted against a quota over all ranks."""
+"""Quota of unreadable samples: they are logged, skipped and counted over all ranks."""
 
 from collections.abc import Sequence
 
-from hvdtrain.collectives import Collectives
 from hvdtrain.data.source import BadSample
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import DataError
-from hvdtrain.failure import on_every_rank, tell
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank
+from hvdtrain.system.terminal import report
 
 
 class BadSampleQuota:
-    """Counts the samples that are left out.
+    """Counts skipped samples and fails when there are too many.
 
     Args:
-        allowed: how many, over all ranks, training and evaluation together.
+        allowed: maximum number of skipped samples over all ranks, training and evaluation together.
     """
 
     def __init__(self, allowed: int, collectives: Collectives):
@@ -22,39 +23,39 @@ class BadSampleQuota:
 
     @property
     def places(self) -> set[str]:
-        """Where those are that this rank has counted."""
+        """Locations of the samples that this rank has counted."""
         return self._places
 
     def restore(self, places: set[str]) -> None:
-        """Counts those of an earlier part of the run, too."""
+        """Adds the samples counted before the run was resumed."""
         self._places |= places
 
     def note_known(self, bad: Sequence[BadSample]) -> None:
-        """Counts what every rank knows of since the data was opened. Every rank has to call it.
+        """Counts samples found when the data was opened, which all ranks know. All ranks must call it.
 
         Raises:
-            JobError: on every rank, where there are more than allowed.
+            JobError: on every rank, if there are more than allowed.
         """
         if self._collectives.rank == 0:
-            _tell(self._collectives.rank, bad)
+            _log(self._collectives.rank, bad)
         self._places |= {each.where for each in bad}
         on_every_rank(lambda: self._require_allowed(bad), self._collectives)
 
     def note_found(self, bad: Sequence[BadSample]) -> None:
-        """Counts what this rank has found.
+        """Counts samples that this rank has found.
 
         Raises:
             DataError: there are more than allowed.
         """
-        _tell(self._collectives.rank, bad)
+        _log(self._collectives.rank, bad)
         self._places |= {each.where for each in bad}
         self._require_allowed(bad)
 
     def total(self) -> int:
-        """Those of all ranks, each once, whichever ranks have met it. Every rank has to call it.
+        """The number of distinct samples skipped by any rank. Collective: all ranks must call it.
 
         Raises:
-            JobError: on every rank, where there are more than allowed.
+            JobError: on every rank, if there are more than allowed.
         """
         if self._allowed:
             self._places = set().union(*self._collectives.allgather(self._places))
@@ -66,11 +67,11 @@ class BadSampleQuota:
         if len(self._places) > self._allowed:
             last = f" The last one: {latest[-1].where}: {latest[-1].cause}." if latest else ""
             raise DataError(
-                f"at most {self._allowed} samples may be unreadable. Received: {len(self._places)}.{last} Mend the "
+                f"at most {self._allowed} samples may be unreadable. Received: {len(self._places)}.{last} Repair the "
                 "files, or allow more with --bad-samples."
             )
 
 
-def _tell(rank: int, bad: Sequence[BadSample]) -> None:
+def _log(rank: int, bad: Sequence[BadSample]) -> None:
     for each in bad:
-        tell(rank, f"left out {each.where}: {each.cause}")
+        report(rank, f"skipped {each.where}: {each.cause}")

@@ -1,4 +1,4 @@
-"""Files that can be made again: written aside, then renamed, so that nobody ever reads half of one."""
+"""Cache files: derived from data files, named by a digest, and replaced atomically."""
 
 import hashlib
 import os
@@ -7,26 +7,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdtrain import process
+from hvdtrain.system import network
+from hvdtrain.system.atomic_files import replaced_on_success
 
 
 def cache_name(path: Path) -> str:
-    """What stands for a file in the names of files made from it: a digest of its absolute path."""
+    """The name of a data file's cache entries: a digest of its absolute path."""
     return hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:24]
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to that becomes ``path`` at the end, unless an exception comes before."""
+def cache_file(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for writing that becomes ``path`` when the block ends without an exception."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Hosts may share the folder, and process ids repeat between hosts.
-    aside = path.with_name(f"{path.name}.{process.host_name()}-{os.getpid()}")
-    try:
-        with open(aside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    # Hosts may share the folder, and process ids are unique only within a host.
+    aside = path.with_name(f"{path.name}.{network.host_name()}-{os.getpid()}")
+    with replaced_on_success(path, aside) as aside, open(aside, "wb") as file:
+        yield file

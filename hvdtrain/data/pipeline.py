@@ -1,4 +1,4 @@
-"""The input of one rank as a tf.data.Dataset, and how it is made where samples can be read in any order."""
+"""One rank's input as a tf.data.Dataset, with helpers for sources that allow random access."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,38 +7,36 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import process
+from hvdtrain.data.sample_plan import SamplePlan, exclude
 from hvdtrain.data.source import Source
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.sampling import SamplePlan, leave_out
+from hvdtrain.system import devices
 
 Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
-"""From one sample's x, y and an int32 seed, shape ``[2]``, to its new x and y."""
+"""Maps one sample's x, y and an int32 seed of shape ``[2]`` to the augmented x and y."""
 
 
 def training_dataset(
     source: Source, plan: SamplePlan, *, first_micro_batch: int = 0, excluded: frozenset[int] = frozenset()
 ) -> tf.data.Dataset:
-    """The micro-batches of one rank, epoch after epoch without end.
+    """The micro-batches of one rank, for an unlimited number of epochs.
 
-    Elements are ``(data, factor)``: ``data`` is ``(x, y)``, or ``(x, y, sample_weight)`` if the source
-    has sample weights; ``factor``, a scalar of Keras' ``floatx``, is what this rank's mean loss over
-    the micro-batch counts for (see :class:`~hvdtrain.sampling.Slice`).
+    Elements are ``(data, factor)``: ``data`` is x, ``(x, y)`` or ``(x, y, sample_weight)``, as the source has them;
+    ``factor``, a scalar of Keras' ``floatx``, is the weight of this rank's mean loss over the micro-batch (see
+    :class:`~hvdtrain.data.sample_plan.Slice`).
 
     Args:
-        first_micro_batch: where to begin: the micro-batch of this rank, counted across epochs.
-        excluded: numbers of samples to leave out. The factor shrinks with the batch; where nothing is
-            left, it is 0 and the batch another sample.
+        first_micro_batch: this rank's micro-batch to start at, counted across epochs.
+        excluded: sample numbers to skip. The factor shrinks with the batch; if no sample is left, the
+            factor is 0 and the batch contains some other sample.
 
     Raises:
-        UsageError: the plan shuffles a source that keeps its own order.
-        DataError: no sample is left.
+        UsageError: the plan shuffles a source that has a fixed order.
+        DataError: all samples are excluded.
     """
     assert plan.num_samples == source.num_samples
     if source.keeps_order and plan.shuffle:
-        raise UsageError(
-            "the plan must have shuffle=False: this source has an order of its own. Received: shuffle=True"
-        )
+        raise UsageError("the plan must have shuffle=False: this source has a fixed order. Received: shuffle=True")
     _require_some(source, excluded)
     return _run_ahead(source.training_batches(plan, first_micro_batch, excluded))
 
@@ -52,16 +50,16 @@ def evaluation_dataset(
     first_batch: int = 0,
     excluded: frozenset[int] = frozenset(),
 ) -> tf.data.Dataset:
-    """One rank's share of the samples, each once over all ranks, in batches ``(x, y[, sample_weight])``.
+    """One rank's share of the samples in batches, as the source has them; all shares cover each sample once.
 
-    The batches hold the samples of :func:`~hvdtrain.sampling.shard_batches`.
+    The batches contain the samples of :func:`~hvdtrain.data.sample_plan.shard_batches`.
 
     Args:
-        first_batch: batches to leave out at the beginning.
-        excluded: numbers of samples to leave out; a batch that has no other does not come.
+        first_batch: number of batches to skip at the beginning.
+        excluded: sample numbers to skip; batches that become empty are dropped.
 
     Raises:
-        DataError: no sample is left.
+        DataError: all samples are excluded.
     """
     _require_some(source, excluded)
     return _run_ahead(source.evaluation_batches(batch_size, rank, size, first_batch, excluded))
@@ -73,13 +71,13 @@ def random_access_training(
     first_micro_batch: int,
     excluded: frozenset[int],
 ) -> tf.data.Dataset:
-    """Micro-batches from a function of sample numbers, shape ``[batch]``, and augmentation seeds, ``[batch, 2]``."""
+    """Training micro-batches, read by a function of sample numbers ``[batch]`` and seeds ``[batch, 2]``."""
     slices = plan.epoch_slices()
     first_epoch, skipped = divmod(first_micro_batch, len(slices[0]))
 
     def draw(epoch: np.int64) -> tuple[Any, ...]:
         order = plan.order(int(epoch))
-        drawn = leave_out(excluded, order, *slices) if excluded else (order, *slices)
+        drawn = exclude(excluded, order, *slices) if excluded else (order, *slices)
         return (plan.epoch_seed(int(epoch)), *drawn)
 
     @without_autograph
@@ -104,7 +102,7 @@ def random_access_training(
 def random_access_evaluation(
     read: Callable[[tf.Tensor], tuple[Any, ...]], batches: list[np.ndarray], first_batch: int
 ) -> tf.data.Dataset:
-    """Batches from a function of sample numbers, shape ``[batch]``."""
+    """Evaluation batches, read by a function of sample numbers ``[batch]``."""
     numbers = tf.constant(np.concatenate([np.zeros(0, np.int64), *batches]))
     counts = np.array([len(batch) for batch in batches], dtype=np.int64)
     ends = np.cumsum(counts)
@@ -114,44 +112,44 @@ def random_access_evaluation(
 
 
 def without_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions of this project: AutoGraph takes a fifth of a second of a start, and finds nothing to convert.
+    """Excludes one of our functions from AutoGraph, which takes 0.2 s at start-up and finds nothing to convert.
 
-    A user's function in it has to be a ``tf.function``, which AutoGraph converts nevertheless.
+    A user's function called inside must be a ``tf.function``, which AutoGraph converts regardless.
     """
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def parallel_calls() -> int | None:
-    """For tf.data: as many as it finds worth while; in deterministic mode, where it would refuse them aloud, none."""
-    return None if process.is_deterministic() else tf.data.AUTOTUNE
+    """tf.data.AUTOTUNE, or None in deterministic mode, where tf.data would reject it with a warning."""
+    return None if devices.is_deterministic() else tf.data.AUTOTUNE
 
 
 def map_samples(function: Callable[..., tuple[Any, ...]], *batches: Any) -> tuple[Any, ...]:
-    """Applies a function of single samples to batches of its arguments."""
-    # Measured against nested data sets, which are half as fast on two threads.
+    """Applies a function of single samples to each element of a batch."""
+    # Measured alternative: nested datasets, half as fast on two threads.
     specs = tf.nest.map_structure(lambda batch: tf.TensorSpec(batch.shape[1:], batch.dtype), batches)
     compiled = tf.function(function)
     return tf.map_fn(lambda one: compiled(*one), batches, fn_output_signature=output_spec(compiled, *specs))
 
 
 def output_spec(function: tf.types.experimental.PolymorphicFunction, *specs: Any) -> Any:
-    """The tf.TypeSpec of what a ``tf.function`` returns."""
+    """The tf.TypeSpec of a ``tf.function``'s result."""
     outputs = function.get_concrete_function(*specs).structured_outputs
     return tf.nest.map_structure(tf.type_spec_from_value, outputs)
 
 
 def _require_some(source: Source, excluded: frozenset[int]) -> None:
     if len(excluded) >= source.num_samples:
-        raise DataError(f"at least one sample must be good. Received: {source.num_samples} samples, all of them bad")
+        raise DataError(f"at least one sample must be readable. Received: {source.num_samples} samples, all unreadable")
 
 
 def _run_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
-    # In order, so that the n-th batch's error comes with the n-th batch.
+    # In order, so that an error in the n-th batch is raised with the n-th batch.
     options.deterministic = True
-    # The input is sharded by sample number already.
+    # The input is already sharded by sample number.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # Its thread sleeps for up to a minute between two looks, and an iterator that is deleted can wait for it so long
-    # (seen with 2.21: 20 s, the main thread in its destructor, all other ranks in a reduction).
+    # The autotuning thread sleeps for up to a minute between two checks, and deleting an iterator can block until it
+    # wakes up (seen with 2.21: 20 s, the main thread in the destructor, all other ranks in an allreduce).
     options.autotune.enabled = False
     return dataset.with_options(options).prefetch(2)

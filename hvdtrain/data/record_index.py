@@ -1,7 +1,7 @@
-"""Where the records of a TFRecord file lie, and reading one of them; no TensorFlow here.
+"""Record index of a TFRecord file: the offset and length of each record. Does not import TensorFlow.
 
-A record is the length of its data (8 bytes, little endian), that length's checksum (4), the data, and
-the data's checksum (4). Checksums are CRC-32C, masked:
+A record consists of the length of its data (8 bytes, little endian), the checksum of the length (4), the
+data, and the checksum of the data (4). Checksums are masked CRC-32C:
 https://www.tensorflow.org/tutorials/load_data/tfrecord
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from hvdtrain.data.cache import cache_name, written_aside
+from hvdtrain.data.cache import cache_file, cache_name
 
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
@@ -24,12 +24,12 @@ _FRAME_BYTES = HEADER_BYTES + _CHECKSUM.size
 
 
 class UnreadableRecordError(Exception):
-    """The bytes at the place of a record are not that record; the message is the cause."""
+    """A record cannot be read; the message is the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """From where on a file is unreadable, and why."""
+    """The offset from which a file is unreadable, and the cause."""
 
     offset_bytes: int
     cause: str
@@ -37,23 +37,23 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordIndex:
-    """The records of one file, in the order in which they stand there."""
+    """The records of one file, in file order."""
 
     offsets: np.ndarray
-    """Where each record begins, in bytes, int64."""
+    """Start of each record in bytes, int64."""
     lengths: np.ndarray
-    """Bytes of each record's data, int64."""
+    """Length of each record's data in bytes, int64."""
     file_bytes: int
     damage: Damage | None
 
 
 def has_record_header(start: bytes) -> bool:
-    """Whether a file that begins with these bytes begins with a record."""
+    """Whether these first bytes of a file are a valid record header."""
     return len(start) >= HEADER_BYTES and _masked_checksum(start[: _LENGTH.size]) == start[_LENGTH.size : HEADER_BYTES]
 
 
 def index_records(path: Path) -> RecordIndex:
-    """Walks through a file from header to header. Checksums of data are checked when a record is read.
+    """Scans a file from header to header. Data checksums are verified when a record is read.
 
     Raises:
         OSError: the file cannot be read.
@@ -68,11 +68,11 @@ def index_records(path: Path) -> RecordIndex:
             header = os.pread(descriptor, HEADER_BYTES, offset)
             rest = file_bytes - offset
             if len(header) < HEADER_BYTES:
-                damage = Damage(offset, f"the last record is cut off: {rest} bytes are left of it")
+                damage = Damage(offset, f"the last record is truncated: {rest} bytes left")
             elif not has_record_header(header):
-                damage = Damage(offset, f"the checksum of a record's length is wrong: {rest} bytes cannot be read")
+                damage = Damage(offset, f"wrong checksum of a record's length: {rest} bytes cannot be read")
             elif (needed := _LENGTH.unpack_from(header)[0] + _FRAME_BYTES) > rest:
-                damage = Damage(offset, f"the last record is cut off: {rest} of its {needed} bytes are left")
+                damage = Damage(offset, f"the last record is truncated: {rest} of {needed} bytes left")
             else:
                 lengths.append(needed - _FRAME_BYTES)
                 offset += needed
@@ -86,26 +86,28 @@ def index_records(path: Path) -> RecordIndex:
 
 
 def cached_index(path: Path, cache_folder: Path, readable: Path, unpacking_error: str | None) -> RecordIndex:
-    """The index of a file, from the cache where that is of the file as it stands now.
+    """The index of a file, from the cache if the file has not changed since.
 
     Args:
-        path: the file that the index is kept under.
-        readable: the file to walk through: ``path``, or what was unpacked from it.
-        unpacking_error: why it could not be unpacked to its end.
+        path: the data file, the key of the cache entry.
+        readable: the file to scan: ``path``, or its unpacked copy.
+        unpacking_error: why unpacking stopped before the end; None if it was complete.
     """
     status = os.stat(path)
     identity = np.array([status.st_size, status.st_mtime_ns, os.stat(readable).st_size])
     entry = cache_folder / "index" / f"{cache_name(path)}.npz"
-    # No cache, one of an older file, or not a whole one: the file is walked through again.
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(entry) as kept:
-        if np.array_equal(kept["identity"], identity):
-            damage = Damage(int(kept["damage_offset"]), str(kept["damage_cause"])) if kept["damage_cause"] else None
-            return RecordIndex(kept["offsets"], kept["lengths"], int(identity[2]), damage)
+    # If the entry is missing, outdated or truncated, the file is scanned again.
+    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(entry) as cached:
+        if np.array_equal(cached["identity"], identity):
+            damage = (
+                Damage(int(cached["damage_offset"]), str(cached["damage_cause"])) if cached["damage_cause"] else None
+            )
+            return RecordIndex(cached["offsets"], cached["lengths"], int(identity[2]), damage)
     index = index_records(readable)
     if unpacking_error is not None:
         index = _up_to_last_good_record(index, readable, unpacking_error)
-    # The cache only saves time: a folder that cannot be written must not stop the job.
-    with suppress(OSError), written_aside(entry) as file:
+    # The cache only saves time: an unwritable folder must not fail the job.
+    with suppress(OSError), cache_file(entry) as file:
         np.savez(
             file,
             identity=identity,
@@ -118,7 +120,7 @@ def cached_index(path: Path, cache_folder: Path, readable: Path, unpacking_error
 
 
 def _up_to_last_good_record(index: RecordIndex, path: Path, cause: str) -> RecordIndex:
-    """Unpacking notices damage late: what it made last may be garbage."""
+    """Drops trailing records that are garbage: decompression detects damage late."""
     count = len(index.offsets)
     end = index.file_bytes if index.damage is None else index.damage.offset_bytes
     descriptor = os.open(path, os.O_RDONLY)
@@ -143,14 +145,12 @@ def read_record(descriptor: int, offset: int, length: int) -> bytes:
     """
     record = os.pread(descriptor, length + _FRAME_BYTES, offset)
     if len(record) < length + _FRAME_BYTES:
-        raise UnreadableRecordError(
-            f"the record is cut off: {len(record)} of its {length + _FRAME_BYTES} bytes are left"
-        )
+        raise UnreadableRecordError(f"the record is truncated: {len(record)} of {length + _FRAME_BYTES} bytes left")
     if not has_record_header(record) or _LENGTH.unpack_from(record)[0] != length:
-        raise UnreadableRecordError("the length is not the one that the record had when the file was opened")
+        raise UnreadableRecordError("the record's length has changed since the file was opened")
     data = record[HEADER_BYTES : HEADER_BYTES + length]
     if _masked_checksum(data) != record[HEADER_BYTES + length :]:
-        raise UnreadableRecordError("data checksum is wrong")
+        raise UnreadableRecordError("wrong data checksum")
     return data
 
 

@@ -1,4 +1,4 @@
-"""What the trainer needs of its input, wherever the samples are."""
+"""The Source protocol: what the trainer needs of its input."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.sampling import SamplePlan
+from hvdtrain.data.sample_plan import SamplePlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,14 +15,14 @@ class BadSample:
     """A sample that cannot be read or parsed."""
 
     number: int
-    """Its sample number; -1 when it never got one."""
+    """Its sample number; -1 if it has none."""
     where: str
-    """For people: ``/data/a.tfrecord, record 17 at offset 1234 bytes``. Records are counted from 0."""
+    """Human-readable: ``/data/a.tfrecord, record 17 at offset 1234 bytes``. Records are counted from 0."""
     cause: str
 
 
 class Source(Protocol):
-    """Numbered samples that every rank can get at: 0 to ``num_samples - 1``."""
+    """Samples numbered from 0 to ``num_samples - 1``, readable by every rank."""
 
     @property
     def num_samples(self) -> int: ...
@@ -30,29 +30,29 @@ class Source(Protocol):
     def has_sample_weights(self) -> bool: ...
     @property
     def keeps_order(self) -> bool:
-        """The order is the source's own: the plan must be one with ``shuffle=False``."""
+        """Whether the source has a fixed order: the plan must have ``shuffle=False``."""
 
     @property
     def can_change(self) -> bool:
-        """Whether :meth:`check_unchanged` looks at anything."""
+        """Whether :meth:`check_unchanged` checks anything."""
 
     @property
     def bad_samples(self) -> Sequence[BadSample]:
-        """Those found when the source was opened; the same on every rank."""
+        """Bad samples found when the source was opened, the same on all ranks."""
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on every rank."""
+        """Facts that must be equal on all ranks."""
 
     def check_unchanged(self) -> None:
-        """Raises DataError when a file is not the one that was opened."""
+        """Raises DataError if a file has changed since it was opened."""
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
-        """Tries each of these samples alone and returns those that fail."""
+        """Reads each of these samples separately and returns those that fail."""
 
     def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-        """As :func:`~hvdtrain.data.training_dataset`, which adds what is common to all sources."""
+        """Implements :func:`~hvdtrain.data.training_dataset`, which adds what is common to all sources."""
 
     def evaluation_batches(
         self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
     ) -> tf.data.Dataset:
-        """As :func:`~hvdtrain.data.evaluation_dataset`, which adds what is common to all sources."""
+        """Implements :func:`~hvdtrain.data.evaluation_dataset`, which adds what is common to all sources."""

@@ -1,4 +1,4 @@
-"""Samples of any tf.data.Dataset, in its own order."""
+"""Samples from any tf.data.Dataset, in the dataset's order."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -8,41 +8,43 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.numbered import as_keras_packs
 from hvdtrain.data.pipeline import parallel_calls
+from hvdtrain.data.sample_plan import SamplePlan, shard
 from hvdtrain.data.source import BadSample
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.sampling import SamplePlan, shard
 
 _ELEMENTS_COMPARED = 16
 _READ_AHEAD = 16
 
 
 class Stream:
-    """Samples of a data set that can only be read from its beginning on.
+    """Samples of a dataset that can only be read sequentially.
 
-    Every rank reads the whole data set and keeps its share, so that expensive work belongs into
-    ``transform``, which is called for that share alone.
+    Every rank reads the whole dataset and keeps its share. Put expensive work into ``transform``, which is
+    called only for that share.
 
-    Promised, if the data set yields the same elements in the same order on every rank and at every
-    pass: each sample counts once an epoch over all ranks, each rank makes the same number of steps, the
-    global batches are those of any other number of ranks, and a resumed run goes on with the sample it
-    would have come to, for which it reads through the epoch up to there.
+    Guaranteed if the dataset yields the same elements in the same order on every rank and in every pass:
+    each sample is used once per epoch over all ranks, all ranks make the same number of steps, global
+    batches do not depend on the number of ranks, and a resumed run continues at the next sample (it reads
+    and discards the epoch up to there).
 
-    Not promised: an order other than the data set's own (a seeded ``shuffle`` of its own does, within
-    its buffer, but a resumed run may not meet the same order again), and the names of bad records: an
-    error of the data set ends the job. Ranks that disagree in the first 16 elements, as after a shuffle
-    without a seed, are refused.
+    Not guaranteed: reshuffling (the dataset may contain a seeded ``shuffle``, within its buffer, but a
+    resumed run may see another order), and locating bad records: an error in the dataset ends the job.
+    Ranks whose first 16 elements differ, as after a ``shuffle`` without a seed, are rejected.
 
     Args:
-        dataset: single samples ``(x, y)`` or ``(x, y, sample_weight)``.
-        num_samples: of one pass, which ends there; None: all, counted by one pass if the data set does
-            not know. A pass that is shorter than this, or one that is not as long as the one counted,
-            is an error.
-        transform: from one sample's ``x, y[, sample_weight]`` to what the data set is to yield instead.
+        dataset: samples x, ``(x, y)`` or ``(x, y, sample_weight)``, or batches of them.
+        num_samples: samples per epoch; None: all, counted in one pass if the cardinality is unknown. A
+            pass that is shorter than this, or differs from the counted length, is an error.
+        transform: maps one sample's ``x[, y[, sample_weight]]`` to the sample to train on.
+        batched: whether elements are batches, which are taken apart, because a step's batch is made of all ranks' (this
+            costs time: leave out ``batch``); None: if the length of the first dimension of all components is unknown.
 
     Raises:
-        UsageError: elements of another structure, no end, or ``num_samples`` that there are not.
-        DataError: there is no sample.
+        UsageError: elements have another structure, the dataset is infinite and ``num_samples`` is None, or
+            ``num_samples`` exceeds the dataset.
+        DataError: the dataset is empty.
     """
 
     keeps_order = True
@@ -54,14 +56,18 @@ class Stream:
         dataset: tf.data.Dataset,
         *,
         num_samples: int | None = None,
-        transform: Callable[..., tuple[Any, ...]] | None = None,
+        transform: Callable[..., Any] | None = None,
+        batched: bool | None = None,
     ):
         known = int(dataset.cardinality())
         if num_samples is None and known == tf.data.INFINITE_CARDINALITY:
-            raise UsageError("a data set without end needs num_samples: the samples of an epoch. Received: None")
+            raise UsageError("an infinite dataset needs num_samples, the samples per epoch. Received: None")
+        if _is_batched(dataset.element_spec) if batched is None else batched:
+            dataset = dataset.unbatch()
+            known = tf.data.UNKNOWN_CARDINALITY
         if num_samples is not None and (num_samples < 1 or 0 <= known < num_samples):
             raise UsageError(
-                f"num_samples must be at least 1 and at most the data set's. Received: {num_samples}, of "
+                f"num_samples must be at least 1 and at most the size of the dataset. Received: {num_samples} of "
                 f"{known if known >= 0 else 'an unknown number'}"
             )
         if num_samples is not None:
@@ -71,19 +77,19 @@ class Stream:
         else:
             num_samples = known
         if num_samples == 0:
-            raise DataError("the data set must hold at least one sample. Received: none")
+            raise DataError("the dataset must have at least one sample. Received: none")
         self.num_samples = num_samples
-        # window() overlooks an error that comes with the end of its input, as that of a pass that is too
-        # short does; prefetch() puts the error before the end.
+        # window() ignores an error that is raised at the end of its input, as assert_cardinality does after a pass that
+        # is too short. prefetch() delivers the error before the end.
         self._dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_samples)).prefetch(_READ_AHEAD)
         self._transform = transform
         sample = self._transformed(self._dataset).element_spec
-        if not isinstance(sample, tuple) or len(sample) not in (2, 3):
-            raise UsageError(f"samples must be (x, y) or (x, y, sample_weight). Received: {sample}")
-        self.has_sample_weights = len(sample) == 3
+        if isinstance(sample, tuple) and len(sample) not in (1, 2, 3):
+            raise UsageError(f"samples must be x, (x, y) or (x, y, sample_weight). Received: {sample}")
+        self.has_sample_weights = isinstance(sample, tuple) and len(sample) == 3
 
     def facts(self) -> dict[str, Any]:
-        """The number of samples, what they look like, and a digest of the first 16."""
+        """The number of samples, their element spec, and a digest of the first 16."""
         digest = hashlib.sha256()
         for element in self._dataset.take(_ELEMENTS_COMPARED):
             for tensor in tf.nest.flatten(element, expand_composites=True):
@@ -95,17 +101,17 @@ class Stream:
         }
 
     def check_unchanged(self) -> None:
-        """Nothing that could be checked."""
+        """Does nothing: there is nothing to check."""
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
-        """None: no sample can be read alone."""
+        """Returns an empty list: samples cannot be read separately."""
         return []
 
     def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
         assert not excluded
         starts, counts, weights = plan.epoch_slices()
         starts = starts % plan.global_batch_size  # of each slice within its step
-        slices = tf.data.Dataset.from_tensor_slices((starts, counts, weights)).batch(plan.accumulate)
+        slices = tf.data.Dataset.from_tensor_slices((starts, counts, weights)).batch(plan.gradient_accumulation_steps)
 
         def one_epoch(_: tf.Tensor) -> tf.data.Dataset:
             steps = self._dataset.window(plan.global_batch_size, drop_remainder=plan.remainder == "drop")
@@ -118,7 +124,7 @@ class Stream:
 
         def batch(samples: tf.data.Dataset, count: tf.Tensor, weight: tf.Tensor) -> tf.data.Dataset:
             factor = tf.cast(weight, keras.config.floatx())
-            return self._transformed(samples).batch(count).map(lambda *data: (data, factor))
+            return self._transformed(samples).batch(count).map(lambda *data: (as_keras_packs(data), factor))
 
         epochs = tf.data.Dataset.range(np.iinfo(np.int64).max).flat_map(one_epoch)
         parts = epochs.skip(first_micro_batch % len(starts))
@@ -134,3 +140,8 @@ class Stream:
 
     def _transformed(self, samples: tf.data.Dataset, num_parallel_calls: int | None = None) -> tf.data.Dataset:
         return samples if self._transform is None else samples.map(self._transform, num_parallel_calls)
+
+
+def _is_batched(element_spec: Any) -> bool:
+    shapes = [spec.shape for spec in tf.nest.flatten(element_spec)]
+    return all(shape.rank is not None and shape.rank > 0 and shape[0] is None for shape in shapes)

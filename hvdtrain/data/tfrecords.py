@@ -14,25 +14,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain import process, runtime
-from hvdtrain.data.pipeline import (
-    Augment,
-    map_samples,
-    output_spec,
-    random_access_evaluation,
-    random_access_training,
-)
+from hvdtrain.data.pipeline import Augment, map_samples, output_spec, random_access_evaluation, random_access_training
 from hvdtrain.data.record_index import RecordIndex, UnreadableRecordError, cached_index, read_record
+from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import BadSample
 from hvdtrain.data.unpacking import is_packed, unpack, unpacked_path, unpacking_error
+from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.failure import on_every_rank, on_first_rank
-from hvdtrain.sampling import SamplePlan, shard_batches
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.system import environment
 
-# Of the usual limit of 1,024 for a process, which TensorFlow and MPI need some of.
+# The usual limit per process is 1,024; TensorFlow and MPI need some.
 _MAX_OPEN_FILES = 256
 _MAX_CAUSE_CHARACTERS = 200
-_MAX_FILES_TOLD = 3
+_MAX_FILES_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,29 +38,29 @@ class _File:
     size: int
     mtime_ns: int
     readable: Path
-    """Itself, or what is unpacked from it."""
+    """The file itself, or its unpacked copy."""
 
 
 class TFRecords:
-    """Samples in TFRecord files, plain or GZIP, on a file system that every rank sees the files on.
+    """Samples in TFRecord files, plain or GZIP, which every rank can read.
 
-    Any rank reads any record, so that the order is as random as with arrays. For this, rank 0 looks up
-    once where the records begin, which is kept in the cache folder; a GZIP file is unpacked there, once
-    for each host. Every rank has to make this object, at the same place, after ``hvdtrain.init()``.
+    Every rank may read any record, so shuffling is as random as with arrays. To allow this, rank 0 scans
+    the files once for record offsets and keeps them in the cache folder; GZIP files are unpacked there,
+    once per host. Collective: all ranks must create this object, after ``hvdtrain.init()``.
 
     Args:
         files: a path, a glob pattern, or a list of these; read in sorted order.
-        parse: from a serialized record, a scalar string tensor, to ``(x, y)`` or ``(x, y, sample_weight)``.
-        batched: ``parse`` takes a vector of records and returns batches, as ``tf.io.parse_example`` does,
-            which is several times as fast.
-        augment: called in training as ``x, y = augment(x, y, seed)`` with single samples. ``seed``, int32
+        parse: maps a serialized record, a scalar string tensor, to ``(x, y)`` or ``(x, y, sample_weight)``.
+        batched: ``parse`` takes a vector of records and returns batches, like ``tf.io.parse_example``;
+            several times faster.
+        augment: called during training as ``x, y = augment(x, y, seed)`` on single samples. ``seed``, int32
             of shape ``[2]``, is for ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``; it
-            depends on the plan's seed, the epoch and the sample alone.
-        cache_dir: the cache folder; None: the user's.
+            depends only on the plan's seed, the epoch and the sample.
+        cache_dir: the cache folder (default: the user's).
 
     Raises:
         UsageError: ``parse`` returns something else.
-        JobError: on every rank, where one finds no file, no record, or not the files of rank 0.
+        JobError: on every rank, if one finds no file, no record, or other files than rank 0.
     """
 
     keeps_order = False
@@ -88,7 +83,7 @@ class TFRecords:
         self._augment = augment
         self.has_sample_weights = len(parsed) == 3
         collectives = runtime.collectives()
-        cache_folder = process.cache_folder() if cache_dir is None else Path(cache_dir)
+        cache_folder = environment.cache_dir() if cache_dir is None else Path(cache_dir)
         self._files = on_every_rank(lambda: _find_files(files, cache_folder), collectives)
         on_every_rank(lambda: _unpack(self._files) if collectives.local_rank == 0 else None, collectives)
         indexes = on_first_rank(lambda: _index(self._files, cache_folder), collectives)
@@ -99,28 +94,28 @@ class TFRecords:
         counts = [len(index.offsets) for index in indexes]
         self._first_numbers = np.cumsum(counts) - counts
         self.num_samples = len(self._offsets)
-        # A file dropped from here closes when the last thread is done with it.
+        # A file evicted from this cache is closed when the last thread releases it.
         self._descriptor = functools.lru_cache(_MAX_OPEN_FILES)(_Descriptor)
 
     def facts(self) -> dict[str, Any]:
-        """The number of samples and a digest of the files' names and sizes and of where records begin."""
+        """The number of samples and a digest of the files' names, sizes and record offsets."""
         digest = hashlib.sha256(self._offsets.tobytes())
         for file in self._files:
             digest.update(f"{file.path.name} {file.size} ".encode())
         return {"samples": self.num_samples, "digest": digest.hexdigest()[:12]}
 
     def check_unchanged(self) -> None:
-        """Raises DataError when a file is not the one that was opened: by its size and time of change."""
+        """Raises DataError if a file's size or modification time has changed since it was opened."""
         for file in self._files:
             status = _status(file.path)
             if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise DataError(
-                    f"files must not change while they are read. Received: {file.path}, which had {file.size} bytes "
-                    f"and has {status.st_size} now. Start again to read it as it is."
+                    f"files must not change while they are in use. Received: {file.path}, which had {file.size} bytes "
+                    f"and now has {status.st_size}. Restart the job to read the new file."
                 )
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
-        """Reads and parses each of these samples alone and returns those that fail."""
+        """Reads and parses each of these samples separately and returns those that fail."""
         failures = [(int(number), self._failure(int(number))) for number in numbers]
         return [BadSample(number, self._where(number), cause) for number, cause in failures if cause is not None]
 
@@ -171,7 +166,7 @@ class TFRecords:
 
     def _failure(self, number: int) -> str | None:
         try:
-            # Not as a graph: one made faster may leave a check out that fails here, as of a reshape.
+            # Eagerly: an optimized graph may omit the check that fails here, for example that of a reshape.
             with tf.device("CPU"):
                 record = self._read(number)
                 self._parse(tf.constant([record] if self._batched else record))
@@ -190,7 +185,7 @@ class TFRecords:
 
 
 class _Descriptor:
-    """A file open for reading, until nobody refers to it."""
+    """A file that is open for reading until it is garbage-collected."""
 
     def __init__(self, path: Path):
         self.number = os.open(path, os.O_RDONLY)
@@ -206,7 +201,7 @@ def _find_files(files: str | Path | Sequence[str | Path], cache_folder: Path) ->
         raise UsageError("files must name at least one file. Received: none")
     paths: set[Path] = set()
     for pattern in patterns:
-        # A file may have brackets in its name.
+        # A file name may contain brackets.
         found = [Path(pattern)] if Path(pattern).is_file() else [Path(path) for path in glob.glob(str(pattern))]
         found = [path for path in found if path.is_file()]
         if not found:
@@ -228,7 +223,9 @@ def _status(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        raise DataError(f"each file must stay where it is. Received: {path}: {error.strerror}") from error
+        raise DataError(
+            f"files must not be moved or deleted while in use. Received: {path}: {error.strerror}"
+        ) from error
 
 
 def _unpack(files: list[_File]) -> None:
@@ -243,7 +240,7 @@ def _index(files: list[_File], cache_folder: Path) -> list[RecordIndex]:
         error = None if file.readable == file.path else unpacking_error(file.readable)
         indexes.append(cached_index(file.path, cache_folder, file.readable, error))
     if not any(len(index.offsets) for index in indexes):
-        causes = ", ".join(f"{bad.where}: {bad.cause}" for bad in _damaged(files, indexes)[:_MAX_FILES_TOLD])
+        causes = ", ".join(f"{bad.where}: {bad.cause}" for bad in _damaged(files, indexes)[:_MAX_FILES_SHOWN])
         raise DataError(f"there must be at least one record. Received: {causes}")
     return indexes
 
@@ -251,14 +248,14 @@ def _index(files: list[_File], cache_folder: Path) -> list[RecordIndex]:
 def _require_indexed(files: list[_File], indexes: list[RecordIndex]) -> None:
     if len(files) != len(indexes):
         raise DataError(
-            f"every rank must find the same files. Received: {len(files)} files from {files[0].path} to "
+            f"all ranks must find the same files. Received: {len(files)} files from {files[0].path} to "
             f"{files[-1].path} on this rank, {len(indexes)} on rank 0"
         )
     for file, index in zip(files, indexes, strict=True):
         size = _status(file.readable).st_size
         if size != index.file_bytes:
             raise DataError(
-                f"every rank must find the same files. Received: {file.path} with {size} bytes on this rank, "
+                f"all ranks must find the same files. Received: {file.path} with {size} bytes on this rank, "
                 f"{index.file_bytes} on rank 0 (unpacked, if it is a GZIP file)"
             )
 
@@ -277,7 +274,7 @@ def _place(file: _File, record: int, offset: int) -> str:
 
 
 def _in_one_line(error: Exception) -> str:
-    """What an operation complains of, without TensorFlow's account of where it ran."""
+    """An error's message in one line, without the op names that TensorFlow adds."""
     message = error.message if isinstance(error, tf.errors.OpError) else str(error)
     plain = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", message).strip()
     return textwrap.shorten(plain.splitlines()[0] if plain else type(error).__name__, _MAX_CAUSE_CHARACTERS)

@@ -1,4 +1,4 @@
-"""GZIP files unpacked once for each host: inside of one, nothing can be read but from its beginning."""
+"""GZIP files, unpacked into the cache folder once per host because they do not allow random access."""
 
 import os
 import zlib
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdtrain.data.cache import cache_name, written_aside
+from hvdtrain.data.cache import cache_file, cache_name
 from hvdtrain.data.record_index import HEADER_BYTES, has_record_header
 from hvdtrain.errors import DataError
 
@@ -19,24 +19,24 @@ def is_packed(path: Path) -> bool:
     """Whether a file is a GZIP file."""
     with open(path, "rb") as file:
         start = file.read(HEADER_BYTES)
-    # The magic bytes may be a record's length too, with the right checksum behind it.
+    # The magic bytes can also be the length of a TFRecord, followed by its checksum.
     return start.startswith(_MAGIC) and not has_record_header(start)
 
 
 def unpacked_path(path: Path, cache_folder: Path) -> Path:
-    """Where a file as it stands now goes when it is unpacked."""
+    """The unpacked copy of a file in its current state."""
     status = os.stat(path)
     return cache_folder / "unpacked" / f"{cache_name(path)}-{status.st_size}-{status.st_mtime_ns}.tfrecord"
 
 
 def unpacking_error(target: Path) -> str | None:
-    """Why an unpacked file ends before the packed one does; None where it does not."""
+    """Why unpacking stopped before the end of the GZIP file; None if it was complete."""
     note = _note(target)
     return note.read_text() if note.exists() else None
 
 
 def unpack(path: Path, target: Path) -> None:
-    """Unpacks a file to :func:`unpacked_path`, up to its first damage, unless that was done before.
+    """Unpacks a file to :func:`unpacked_path`, up to the first damage, unless it is already there.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -45,21 +45,21 @@ def unpack(path: Path, target: Path) -> None:
         return
     try:
         for other in target.parent.glob(f"{cache_name(path)}-*"):
-            # Not what another host, which shares the folder, is writing of the file as it stands now.
+            # Keep what another host that shares the folder is writing for the current state of the file.
             if not other.name.startswith(target.stem):
                 other.unlink(missing_ok=True)
-        with open(path, "rb") as packed, written_aside(target) as file:
+        with open(path, "rb") as packed, cache_file(target) as file:
             try:
                 for data in _unpacked(packed):
                     file.write(data)
             except (zlib.error, EOFError) as error:
-                # Before the file itself takes its place: whoever finds that one finds this note.
-                with written_aside(_note(target)) as note:
+                # Written before the file is renamed: a process that finds the file also finds its note.
+                with cache_file(_note(target)) as note:
                     note.write(f"the GZIP data is damaged: {error}".encode())
     except OSError as error:
         raise DataError(
-            f"a GZIP file is unpacked into the cache folder, which must be writable and have room for it. Received: "
-            f"{path} into {target.parent}: {error.strerror}. Give another folder as cache_dir, or unpack the file."
+            f"GZIP files are unpacked into the cache folder, which must be writable and have enough space. Received: "
+            f"{path} into {target.parent}: {error.strerror}. Pass another folder as cache_dir, or unpack the file."
         ) from error
 
 
@@ -79,9 +79,9 @@ def _unpacked(file: BinaryIO) -> Iterator[bytes]:
         try:
             yield stream.decompress(chunk)
         except zlib.error:
-            # What a failing call has unpacked is lost: once more, byte by byte up to the damage.
+            # The output of a failing call is lost: decompress again, byte by byte, up to the damage.
             for i in range(len(chunk)):
                 yield before.decompress(chunk[i : i + 1])
         chunk = stream.unused_data
     if not stream.eof:
-        raise EOFError("it ends too early")
+        raise EOFError("unexpected end of file")

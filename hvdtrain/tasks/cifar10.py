@@ -1,6 +1,7 @@
-"""The multi-GPU CIFAR-10 tutorial: 60,000 colour images of 10 classes, distorted, and a network with two convolutions.
+"""The CIFAR-10 task of TensorFlow's multi-GPU tutorial: distorted colour images and a network with two convolutions.
 
-Data: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. Network, distortions and numbers:
+Data: 60,000 images of 10 classes; A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+Network, distortions and hyperparameters:
 TensorFlow's tutorial "Convolutional Neural Networks" (models/tutorials/image/cifar10), after cuda-convnet.
 """
 
@@ -11,36 +12,36 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain.data import Arrays
+from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError
-from hvdtrain.tasks.task import Data, DataSet, Task
+from hvdtrain.tasks.task import DataFiles, Task
 
 NUM_CLASSES = 10
 STORED_SHAPE = (3, 32, 32)
 SIDE = 24
-"""Pixels of what the network sees: random parts in training, the middle in evaluation."""
+"""Side of the network's input in pixels: a random crop in training, the central crop in evaluation."""
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 _RECORD_BYTES = 1 + int(np.prod(STORED_SHAPE))
-_DATA_SET = DataSet("cifar10", "CIFAR-10, binary version", "https://www.cs.toronto.edu/~kriz/cifar.html")
-# Of the penalty 0.004 * sum(w^2) / 2 on the weights of the two large dense layers.
+_FILES = DataFiles("cifar10", "CIFAR-10, binary version", "https://www.cs.toronto.edu/~kriz/cifar.html")
+# The penalty on the weights of the two large dense layers is 0.004 * sum(w^2) / 2.
 _WEIGHT_DECAY = 0.004
 
 
 def read_data(data_dir: Path | None) -> Data:
-    """``data_batch_*.bin`` and ``test_batch.bin``, wherever they are below the folder."""
-    training = _read(_DATA_SET.find(data_dir, "**/data_batch_*.bin"))
-    images, labels = _read(_DATA_SET.find(data_dir, "**/test_batch.bin"))
+    """Reads ``data_batch_*.bin`` and ``test_batch.bin`` from anywhere below the folder."""
+    training = _read(_FILES.find(data_dir, "**/data_batch_*.bin"))
+    images, labels = _read(_FILES.find(data_dir, "**/test_batch.bin"))
     margin = (STORED_SHAPE[1] - SIDE) // 2
-    middles = images[:, margin : margin + SIDE, margin : margin + SIDE]
-    return Data(Arrays(*training, augment=distorted), Arrays(standardised(middles), labels), NUM_CLASSES)
+    crops = images[:, margin : margin + SIDE, margin : margin + SIDE]
+    return Data(Arrays(*training, augment=distorted), Arrays(standardised(crops), labels), NUM_CLASSES)
 
 
 def _read(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     """Images, uint8 ``[num, 32, 32, 3]``, and labels, int32 ``[num]``.
 
     Raises:
-        DataError: a file is cut off, or holds a label that there is not.
+        DataError: a file is truncated or contains an invalid label.
     """
     images, labels = [], []
     for path in paths:
@@ -48,13 +49,13 @@ def _read(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
         records, rest = divmod(len(data), _RECORD_BYTES)
         if rest or not records:
             raise DataError(
-                f"files of CIFAR-10 must be whole records of {_RECORD_BYTES} bytes. Received: {path}, which has "
-                f"{rest} bytes at offset {records * _RECORD_BYTES}. Get the file again."
+                f"CIFAR-10 files must consist of records of {_RECORD_BYTES} bytes. Received: {path}, which has {rest} "
+                f"bytes at offset {records * _RECORD_BYTES}. Download the file again."
             )
         table = data.reshape(records, _RECORD_BYTES)
         if wrong := np.flatnonzero(table[:, 0] >= NUM_CLASSES).tolist():
             raise DataError(
-                f"labels of CIFAR-10 must be 0 to {NUM_CLASSES - 1}. Received: {table[wrong[0], 0]} at offset "
+                f"CIFAR-10 labels must be 0 to {NUM_CLASSES - 1}. Received: {table[wrong[0], 0]} at offset "
                 f"{wrong[0] * _RECORD_BYTES} of {path} (image {wrong[0]}). Is it the binary version?"
             )
         images.append(table[:, 1:].reshape(-1, *STORED_SHAPE).transpose(0, 2, 3, 1))
@@ -63,7 +64,7 @@ def _read(paths: list[Path]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def standardised(images: np.ndarray) -> np.ndarray:
-    """Each image with mean 0 and variance 1, as ``tf.image.per_image_standardization``; float32."""
+    """Scales each image to mean 0 and variance 1, like ``tf.image.per_image_standardization``; float32."""
     images = images.astype(np.float32)
     axes = tuple(range(1, images.ndim))
     deviation = images.std(axis=axes, keepdims=True)
@@ -72,7 +73,7 @@ def standardised(images: np.ndarray) -> np.ndarray:
 
 
 def distorted(image: tf.Tensor, label: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """A random part of a training image, perhaps mirrored, its brightness and contrast changed."""
+    """Augments a training image: random crop, flip, brightness and contrast."""
     seeds = tf.unstack(tf.random.experimental.stateless_split(seed, 4))
     image = tf.image.stateless_random_crop(tf.cast(image, tf.float32), (SIDE, SIDE, 3), seeds[0])
     image = tf.image.stateless_random_flip_left_right(image, seeds[1])
@@ -85,7 +86,7 @@ def local_response_normalisation(x: keras.KerasTensor) -> keras.KerasTensor:
     """``x / (1 + 0.001 / 9 * sum of squares over 9 neighbouring channels) ** 0.75``, channels last.
 
     Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", 2012, section 3.3.
-    Of Keras' operations alone, so that a saved model opens where hvdtrain is not installed.
+    Uses only Keras operations, so that a saved model can be loaded without hvdtrain.
     """
     channels = np.arange(x.shape[-1])
     neighbours = (np.abs(channels[:, None] - channels) <= 4).astype(np.float32)
@@ -134,14 +135,14 @@ def make_model(data: Data | None = None) -> keras.Model:
 
 
 def make_sample_data(folder: Path) -> None:
-    """Five files to train on and one to test on, 200 images each: a class has a colour and a grain of its own."""
+    """Writes five training files and one test file, 200 images each; every class has its own mean colour."""
     rng = np.random.default_rng(0)
     angles = 2 * np.pi * np.arange(NUM_CLASSES) / NUM_CLASSES
     colours = 60 * np.stack([np.cos(angles), np.cos(angles - 2), np.cos(angles + 2)], axis=1)
     for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
         labels = rng.permutation(np.arange(200) % NUM_CLASSES)
-        grain = rng.normal(0, 15, (200, *STORED_SHAPE))
-        images = np.clip(128 + colours[labels][:, :, None, None] + grain, 0, 255).astype(np.uint8)
+        noise = rng.normal(0, 15, (200, *STORED_SHAPE))
+        images = np.clip(128 + colours[labels][:, :, None, None] + noise, 0, 255).astype(np.uint8)
         records = np.concatenate([labels[:, None].astype(np.uint8), images.reshape(200, -1)], axis=1)
         (folder / name).write_bytes(records.tobytes())
 

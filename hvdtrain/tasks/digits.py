@@ -1,4 +1,4 @@
-"""The 1,797 real handwritten digits, 8x8 pixels, that scikit-learn ships.
+"""The digits task: 1,797 handwritten digits of 8x8 pixels, which scikit-learn ships.
 
 Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
 Repository, 1998 (its test set).
@@ -10,15 +10,15 @@ import keras
 import numpy as np
 from keras import layers
 
-from hvdtrain.data import Arrays
-from hvdtrain.tasks import Data, Task
+from hvdtrain.data import Arrays, Data
+from hvdtrain.tasks.task import Task
 
 NUM_TEST = 360
 _SPLIT_SEED = 1998
 
 
 def read_data(data_dir: Path | None) -> Data:
-    """1,437 training and 360 test images; the split never changes. The images come with scikit-learn."""
+    """Returns 1,437 training and 360 test images in a fixed split. ``data_dir`` is ignored."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

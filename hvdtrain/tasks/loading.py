@@ -1,4 +1,4 @@
-"""From what --task says to the task: a built-in one, one of a package, or one in a file."""
+"""Loading of tasks by name: built-in, from a module, or from a file."""
 
 import importlib
 import importlib.util
@@ -20,14 +20,14 @@ BUILT_IN = {
     "synthetic-resnet50": "hvdtrain.tasks.synthetic:RESNET50",
     "synthetic-transformer": "hvdtrain.tasks.synthetic:TRANSFORMER",
 }
-"""Where each is: module:attribute."""
+"""Maps each built-in task to module:attribute."""
 
 
 def load_task(name: str) -> Task:
-    """A task by its name, as ``package.module:attribute``, or as ``path/to/file.py[:attribute]``.
+    """Loads a task: a built-in name, ``package.module:attribute``, or ``path/to/file.py[:attribute]``.
 
     Raises:
-        UsageError: there is none; errors of the file itself stay what they are.
+        UsageError: there is no such task. Exceptions raised by the file itself propagate unchanged.
     """
     place, _, attribute = BUILT_IN.get(name, name).partition(":")
     if place.endswith(".py"):
@@ -41,7 +41,7 @@ def load_task(name: str) -> Task:
         )
     task = getattr(module, attribute or "TASK", None)
     if not isinstance(task, Task):
-        what = "there is no such attribute" if task is None else f"which is a {type(task).__name__}"
+        what = "which does not exist" if task is None else f"which is a {type(task).__name__}"
         raise UsageError(
             f"--task must name a hvdtrain.Task. Received: {attribute or 'TASK'} of {place}, {what}. "
             "Write TASK = hvdtrain.Task(model=…, data=…, loss=…)."
@@ -50,7 +50,7 @@ def load_task(name: str) -> Task:
 
 
 def short_name(name: str) -> str:
-    """A folder's name for a task: ``digits``, ``my_task`` for ``path/to/my_task.py``."""
+    """A task's name for folders: ``digits``, or ``my_task`` for ``path/to/my_task.py``."""
     place, _, attribute = name.partition(":")
     if place.endswith(".py"):
         place = Path(place).stem
@@ -58,7 +58,7 @@ def short_name(name: str) -> str:
 
 
 def _module(name: str) -> ModuleType:
-    # Started as a script, Python looks for modules beside the script, not here.
+    # A script's sys.path starts with the script's folder, not the current one.
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -67,19 +67,19 @@ def _module(name: str) -> ModuleType:
         if error.name is None or not name.startswith(error.name):
             raise
         raise UsageError(
-            f"--task must name a module that can be imported. Received: {name!r} ({error}). Start from its folder, or "
-            "put that on PYTHONPATH."
+            f"--task must name a module that can be imported. Received: {name!r} ({error}). Start in its folder, or "
+            "add that folder to PYTHONPATH."
         ) from error
 
 
 def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UsageError(f"--task must name a file that there is on every rank. Received: {path}")
+        raise UsageError(f"--task must name a file that exists on every rank. Received: {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Keras finds the classes of a saved model by their module's name.
+    # Keras looks up the classes of a saved model by module name.
     sys.modules[path.stem] = module
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)

@@ -1,9 +1,11 @@
-"""70,000 handwritten digits, 28x28 pixels: a small convolutional network, and softmax regression.
+"""The MNIST tasks: a small convolutional network, and softmax regression.
 
-Data: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits"; its IDX format is described there.
+Data: 70,000 handwritten digits of 28x28 pixels; Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten
+digits", which describes the IDX format.
 """
 
 import gzip
+import math
 import struct
 import zlib
 from pathlib import Path
@@ -12,27 +14,27 @@ import keras
 import numpy as np
 from keras import layers
 
-from hvdtrain.data import Arrays
+from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError
-from hvdtrain.tasks.task import Data, DataSet, Task
+from hvdtrain.tasks.task import DataFiles, Task
 
 NUM_CLASSES = 10
 SIDE = 28
-# 0, 0, unsigned byte, number of dimensions.
+# Bytes: 0, 0, type (8: unsigned byte), number of dimensions.
 _LABELS_MAGIC, _IMAGES_MAGIC = 0x0801, 0x0803
-_DATA_SET = DataSet(
+_FILES = DataFiles(
     "mnist", "MNIST", "http://yann.lecun.com/exdb/mnist/ (a mirror: https://github.com/cvdfoundation/mnist)"
 )
 
 
 def read_data(data_dir: Path | None) -> Data:
-    """The four IDX files, plain or gzipped, wherever they are below the folder."""
+    """Reads the four IDX files, plain or gzipped, from anywhere below the folder."""
     return Data(_read(data_dir, "train"), _read(data_dir, "t10k"), NUM_CLASSES)
 
 
 def _read(data_dir: Path | None, part: str) -> Arrays:
-    images_path = _DATA_SET.find(data_dir, f"**/{part}-images[-.]idx3-ubyte*")[0]
-    labels_path = _DATA_SET.find(data_dir, f"**/{part}-labels[-.]idx1-ubyte*")[0]
+    images_path = _FILES.find(data_dir, f"**/{part}-images[-.]idx3-ubyte*")[0]
+    labels_path = _FILES.find(data_dir, f"**/{part}-labels[-.]idx1-ubyte*")[0]
     images, labels = read_idx(images_path, _IMAGES_MAGIC), read_idx(labels_path, _LABELS_MAGIC)
     if images.shape[1:] != (SIDE, SIDE) or len(images) != len(labels):
         raise DataError(
@@ -41,7 +43,7 @@ def _read(data_dir: Path | None, part: str) -> Arrays:
         )
     if wrong := np.flatnonzero(labels >= NUM_CLASSES).tolist():
         raise DataError(
-            f"labels of MNIST must be 0 to {NUM_CLASSES - 1}. Received: {labels[wrong[0]]} at offset {8 + wrong[0]} of "
+            f"MNIST labels must be 0 to {NUM_CLASSES - 1}. Received: {labels[wrong[0]]} at offset {8 + wrong[0]} of "
             f"{labels_path}"
         )
     return Arrays((images[..., np.newaxis] / 255).astype(np.float32), labels.astype(np.int32))
@@ -51,25 +53,27 @@ def read_idx(path: Path, magic: int) -> np.ndarray:
     """The uint8 array in an IDX file, plain or gzipped.
 
     Raises:
-        DataError: it begins with another number than ``magic``, or is not as long as it says.
+        DataError: the file does not start with ``magic``, or its size does not match its header.
     """
     data = path.read_bytes()
     if path.suffix == ".gz":
         try:
             data = gzip.decompress(data)
         except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"IDX files must be whole. Received: {path}: {error}. Get the file again.") from error
+            raise DataError(
+                f"IDX files must be complete. Received: {path}: {error}. Download the file again."
+            ) from error
     header_bytes = 4 + 4 * (magic & 0xFF)
     if len(data) < header_bytes:
-        raise DataError(f"an IDX file begins with {header_bytes} bytes. Received: {path}, which has {len(data)}")
+        raise DataError(f"IDX headers must have {header_bytes} bytes. Received: {path}, which has {len(data)}")
     received, *shape = struct.unpack(f">{header_bytes // 4}I", data[:header_bytes])
     if received != magic:
-        raise DataError(f"the file must begin with the number {magic:#010x}. Received: {received:#010x} in {path}")
-    expected = header_bytes + int(np.prod(shape))
+        raise DataError(f"the file must start with the number {magic:#010x}. Received: {received:#010x} in {path}")
+    expected = header_bytes + math.prod(shape)  # of Python's integers, which do not overflow
     if len(data) != expected:
         raise DataError(
-            f"the file must be as long as its beginning says: {expected} bytes for {'x'.join(map(str, shape))}. "
-            f"Received: {len(data)} bytes in {path}. Get it again."
+            f"the file size must match the header: {expected} bytes for {'x'.join(map(str, shape))}. Received: "
+            f"{len(data)} bytes in {path}. Download the file again."
         )
     return np.frombuffer(data, np.uint8, offset=header_bytes).reshape(shape)
 
@@ -100,7 +104,7 @@ def make_regression(data: Data) -> keras.Model:
 
 
 def make_sample_data(folder: Path) -> None:
-    """scikit-learn's digits, 8x8 pixels, three times as large and in the middle of 28x28."""
+    """Writes scikit-learn's 8x8 digits, scaled by 3 and centred in 28x28 pixels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

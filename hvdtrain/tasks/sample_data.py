@@ -1,4 +1,4 @@
-"""``--make-sample-data``: files to try a task on."""
+"""``--make-sample-data``: writes generated files to try a task with."""
 
 from pathlib import Path
 
@@ -7,23 +7,21 @@ from hvdtrain.tasks.loading import load_task
 
 
 def write(name: str, folder: Path) -> None:
-    """Has a task write its files.
+    """Writes a task's sample files to a folder.
 
     Raises:
-        UsageError: the task needs no files, or cannot write any.
-        DataError: the folder holds something, or cannot be written.
+        UsageError: the task reads no files, or cannot generate any.
+        DataError: the folder is not empty, or not writable.
     """
     task = load_task(name)
     if task.make_sample_data is None:
-        raise UsageError(f"--make-sample-data needs a task that reads files, and can write some. Received: {name}")
+        raise UsageError(f"--make-sample-data needs a task that reads files and can generate them. Received: {name}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise DataError(f"--make-sample-data must be a new folder, or an empty one. Received: {folder}")
+            raise DataError(f"--make-sample-data must be a new or empty folder. Received: {folder}")
         task.make_sample_data(folder)
     except OSError as error:
-        raise DataError(
-            f"--make-sample-data must be a folder that can be written. Received: {folder} ({error})"
-        ) from error
+        raise DataError(f"--make-sample-data must be a writable folder. Received: {folder} ({error})") from error
     files = ", ".join(sorted(path.name for path in folder.iterdir()))
-    print(f"{folder}: {files}. Train on them: python -m hvdtrain --task {name} --data-dir {folder}")
+    print(f"{folder}: {files}. To train on them: python -m hvdtrain --task {name} --data-dir {folder}")

@@ -1,4 +1,4 @@
-"""A binary classifier on TFRecords: five whole numbers to a probability, with histograms of all it learns.
+"""The tabular task: a binary classifier of five integers in TFRecord files, with histograms of its variables.
 
 Each record is a ``tf.train.Example`` with the int64 features ``x0`` to ``x4`` and ``label``, 0 or 1.
 """
@@ -10,23 +10,23 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain.data import TFRecords
-from hvdtrain.tasks.task import Data, DataSet, Task
+from hvdtrain.data import Data, TFRecords
+from hvdtrain.tasks.task import DataFiles, Task
 
 FEATURES = ("x0", "x1", "x2", "x3", "x4")
 LABEL = "label"
-_DATA_SET = DataSet("tabular", "a table of your own, with int64 features x0 to x4 and label")
+_FILES = DataFiles("tabular", "a table of your own, with int64 features x0 to x4 and label")
 
 
 def read_data(data_dir: Path | None) -> Data:
-    """``train*.tfrecord*`` and ``test*.tfrecord*``, plain or GZIP."""
-    parts = [_DATA_SET.find(data_dir, f"**/{part}*.tfrecord*") for part in ("train", "test")]
+    """Reads ``train*.tfrecord*`` and ``test*.tfrecord*``, plain or GZIP."""
+    parts = [_FILES.find(data_dir, f"**/{part}*.tfrecord*") for part in ("train", "test")]
     training, evaluation = (TFRecords(files, parse, batched=True) for files in parts)
     return Data(training, evaluation, 2)
 
 
 def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Features, float32 ``[batch, 5]``, and labels, float32 ``[batch, 1]``."""
+    """Parses a batch to features, float32 ``[batch, 5]``, and labels, float32 ``[batch, 1]``."""
     spec = {name: tf.io.FixedLenFeature([], tf.int64) for name in (*FEATURES, LABEL)}
     columns = tf.io.parse_example(records, spec)
     label = columns[LABEL]
@@ -39,7 +39,7 @@ def parse(records: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def make_model(data: Data) -> keras.Model:
-    """5-10-1: 71 parameters."""
+    """A 5-10-1 network, 71 parameters."""
     return keras.Sequential(
         [
             layers.Input((len(FEATURES),)),
@@ -51,7 +51,7 @@ def make_model(data: Data) -> keras.Model:
 
 
 def make_sample_data(folder: Path) -> None:
-    """2,000 records to train on, in two files, and 400 to test on; the label tells whether x0 + x1 exceeds x2 + x3."""
+    """Writes 2,000 training records in two files and 400 test records; the label is x0 + x1 > x2 + x3."""
     rng = np.random.default_rng(0)
     for name, num in (("train-0", 1000), ("train-1", 1000), ("test", 400)):
         rows = rng.integers(-8, 9, (num, len(FEATURES)))

@@ -1,32 +1,19 @@
-"""What a task is: a few fields that a file of one's own fills in as the built-in ones do."""
+"""Task: the model, data, loss and defaults that ``--task`` names."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from hvdtrain.data import Source
+from hvdtrain.data import Data
 from hvdtrain.errors import DataError, UsageError
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """The samples of a task."""
-
-    training: Source
-    evaluation: Source | None = None
-    """None: nothing is evaluated."""
-    num_classes: int | None = None
-    """For ``model``, where only the data tell."""
-    vocabulary: Sequence[str] = ()
-    """Likewise: the words that numbers stand for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model with its data, for ``--task``. Everything is made on every rank, and the same there.
+    """A model with its data, for ``--task``. Every rank calls the functions, which must return the same on each.
 
     ::
 
@@ -34,26 +21,43 @@ class Task:
     """
 
     model: Callable[[Data], keras.Model]
-    """Makes the model, built (its first layer has an ``Input``), not compiled."""
+    """Returns the model, built (its first layer has an ``Input``), not compiled."""
     data: Callable[[Path | None], Data]
-    """Reads the data from ``--data-dir`` (None where it was not given)."""
+    """Reads the data from ``--data-dir`` (None if not set)."""
     loss: str | Callable[[], keras.losses.Loss]
-    """A Keras loss by its name, or what makes it."""
+    """The name of a Keras loss, or a function that returns a loss."""
     metrics: Callable[[], list[Any]] = list
-    """Makes what ``compile`` takes as ``metrics``."""
+    """Returns the ``metrics`` argument of ``compile``."""
     optimizer: str | Callable[[], keras.optimizers.Optimizer] = "adam"
-    """As ``--optimizer``, or what makes it, with a number for its learning rate; flags change its settings."""
+    """A value of ``--optimizer``, or a function that returns an optimizer with a constant learning rate; command-line
+    options override its settings."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Of flags, by their names with underscores: ``{"batch_size": 128, "epochs": 10}``."""
+    """Defaults of command-line options, named with underscores: ``{"batch_size": 128, "epochs": 10}``."""
     make_sample_data: Callable[[Path], None] | None = None
-    """Writes small, learnable files of the task's format into a folder (``--make-sample-data``)."""
+    """Writes small, learnable files in the task's format to a folder (``--make-sample-data``)."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "data", "metrics"):
+            self._require(name, callable(getattr(self, name)), "a function")
+        for name in ("loss", "optimizer"):
+            value = getattr(self, name)
+            self._require(name, isinstance(value, str) or callable(value), "a name or a function")
+        is_mapping = isinstance(self.defaults, Mapping) and all(isinstance(each, str) for each in self.defaults)
+        self._require("defaults", is_mapping, "a dict of options")
+        self._require(
+            "make_sample_data", self.make_sample_data is None or callable(self.make_sample_data), "a function"
+        )
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise UsageError(f"{name} of a task must be {rule}. Received: {getattr(self, name)!r:.200}")
 
     def make_loss(self) -> Any:
-        """What ``compile`` takes as ``loss``."""
+        """The ``loss`` argument of ``compile``."""
         return self.loss if isinstance(self.loss, str) else self.loss()
 
     def make_model(self, data: Data) -> keras.Model:
-        """Raises UsageError where the task's model is none, or is not built."""
+        """Makes the model. Raises UsageError if it is no Keras model or is not built."""
         model = self.model(data)
         if not isinstance(model, keras.Model) or not model.built:
             raise UsageError(
@@ -63,38 +67,38 @@ class Task:
         return model
 
     def read_data(self, data_dir: Path | None) -> Data:
-        """Raises UsageError where the task's data are none."""
+        """Reads the data. Raises UsageError if the task returns another type."""
         data = self.data(data_dir)
         if not isinstance(data, Data):
-            raise UsageError(f"a task's data(data_dir) must return hvdtrain.tasks.Data. Received: {data!r}")
+            raise UsageError(f"a task's data(data_dir) must return hvdtrain.data.Data. Received: {data!r}")
         return data
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSet:
-    """What a built-in task reads."""
+class DataFiles:
+    """The files that a built-in task reads from ``--data-dir``."""
 
     task: str
     name: str
     published: str | None = None
-    """Where it can be had; None: it is the user's own."""
+    """Where to download them; None: the user's own."""
 
-    def find(self, data_dir: Path | None, pattern: str, told: str | None = None) -> list[Path]:
-        """The files below ``--data-dir`` that a pattern matches, sorted.
+    def find(self, data_dir: Path | None, pattern: str, description: str | None = None) -> list[Path]:
+        """The files below ``--data-dir`` that match a pattern, sorted.
 
         Args:
-            told: the pattern for people.
+            description: human-readable form of the pattern.
 
         Raises:
-            DataError: there is none; tells where to get them, and how to do without.
+            DataError: no file matches; the message says where to get the data or how to generate sample data.
         """
         found = [] if data_dir is None else sorted(path for path in data_dir.glob(pattern) if path.is_file())
         if not found:
-            place = "no --data-dir" if data_dir is None else f"--data-dir {data_dir}, where there is none"
-            known = f"{self.name}, published at {self.published}" if self.published else self.name
+            place = "no --data-dir" if data_dir is None else f"--data-dir {data_dir}, which contains none"
+            source = f"{self.name}, published at {self.published}" if self.published else self.name
             raise DataError(
-                f"--task {self.task} needs {told or pattern} in --data-dir. Received: {place}. It is {known}. To try "
-                f"the task without it: python -m hvdtrain --task {self.task} --make-sample-data DIR, then "
-                "--data-dir DIR."
+                f"--task {self.task} needs {description or pattern} in --data-dir. Received: {place}. The data set is "
+                f"{source}. To try the task with generated data: python -m hvdtrain --task {self.task} "
+                "--make-sample-data DIR, then --data-dir DIR."
             )
         return found

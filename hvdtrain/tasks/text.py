@@ -1,6 +1,6 @@
-"""A classifier of texts: words to numbers, an embedding, an LSTM, and softmax over the labels found in the data.
+"""The text task: a classifier with an embedding, an LSTM and a softmax over the labels found in the data.
 
-Reads ``train`` and ``test`` as .csv, .tsv (with a header line) or .jsonl, with a text and a label in each row.
+Reads ``train`` and ``test`` as .csv, .tsv (with a header line) or .jsonl, each row with a text and a label.
 """
 
 from pathlib import Path
@@ -9,14 +9,14 @@ import keras
 import numpy as np
 from keras import layers
 
-from hvdtrain import runtime
-from hvdtrain.data import Arrays
+from hvdtrain.data import Arrays, Data
+from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError
-from hvdtrain.failure import on_first_rank
+from hvdtrain.fault_tolerance.collective_errors import on_first_rank
 from hvdtrain.tasks.tables import Row, read_rows
-from hvdtrain.tasks.task import Data, DataSet, Task
+from hvdtrain.tasks.task import DataFiles, Task
 
-_DATA_SET = DataSet("text", "a table of your own, with columns text and label")
+_FILES = DataFiles("text", "a table of your own, with columns text and label")
 
 
 def text_task(
@@ -29,14 +29,14 @@ def text_task(
     embedding: int = 64,
     units: int = 64,
 ) -> Task:
-    """The task for other columns, lengths and sizes; for a file of one's own: ``TASK = text_task(max_words=400)``.
+    """A text task with other columns, lengths and sizes. In a task file: ``TASK = text_task(max_words=400)``.
 
     Args:
         text, label: names of the columns.
-        max_words: of a text; the rest is cut off, shorter ones are padded.
+        max_words: length of a text; longer texts are truncated, shorter ones padded.
         split: ``whitespace`` into words, or ``character``.
-        vocabulary_size: the most frequent words of the training texts that are told apart.
-        embedding, units: of a word, and of the LSTM.
+        vocabulary_size: maximum number of tokens, for the most frequent words of the training texts.
+        embedding, units: sizes of the embedding and of the LSTM.
     """
 
     def vectorization(vocabulary: list[str] | None = None) -> layers.TextVectorization:
@@ -48,17 +48,16 @@ def text_task(
         )
 
     def read_data(data_dir: Path | None) -> Data:
-        training, test = (
-            read_rows(_DATA_SET.find(data_dir, f"{part}.[ctj]s*[vl]", f"{part}.csv, .tsv or .jsonl"), text, label)
-            for part in ("train", "test")
-        )
+        training, test = (read_rows(_find(data_dir, part), text, label) for part in ("train", "test"))
 
         def count() -> tuple[list[str], list[str]]:
+            if not any(row.text.strip() for row in training):
+                raise DataError("training texts must contain words. Received: only blank ones")
             counted = vectorization()
             counted.adapt([row.text for row in training])
             return counted.get_vocabulary(), sorted({row.label for row in training})
 
-        # Once: ranks that count for themselves could have read other files.
+        # Only on rank 0: ranks that each adapt their own vocabulary could have read different files.
         vocabulary, labels = on_first_rank(count, runtime.collectives())
         _require_known(test, labels)
         to_numbers = vectorization(vocabulary)
@@ -93,17 +92,24 @@ def text_task(
     )
 
 
+def _find(data_dir: Path | None, part: str) -> list[Path]:
+    found = _FILES.find(data_dir, f"{part}.[ctj]s*[vl]", f"{part}.csv, .tsv or .jsonl")
+    if len(found) > 1:
+        raise DataError(f"--data-dir must hold one file of {part} rows. Received: {', '.join(map(str, found))}")
+    return found
+
+
 def _require_known(rows: list[Row], labels: list[str]) -> None:
     for row in rows:
         if row.label not in labels:
             raise DataError(
-                f"labels of the test must occur in the training. Received: {row.label!r} in {row.place}; there "
-                f"are {', '.join(map(repr, labels[:10]))}"
+                f"test labels must occur in the training data. Received: {row.label!r} in {row.place}; training "
+                f"labels: {', '.join(map(repr, labels[:10]))}"
             )
 
 
 def make_sample_data(folder: Path) -> None:
-    """900 rows to train on and 300 to test on: reports of the weather, of sport and of the market, of made-up words."""
+    """Writes 900 training and 300 test rows of made-up words with the labels market, sport and weather."""
     rng = np.random.default_rng(0)
     common = [f"the{i}" for i in range(40)]
     own = {label: [f"{label}{i}" for i in range(30)] for label in ("market", "sport", "weather")}

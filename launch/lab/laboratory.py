@@ -1,7 +1,7 @@
-"""A laboratory: hosts on this machine, joined by links, for whatever needs more than one host.
+"""A lab of virtual hosts on this machine, connected by emulated links, for tests that need several hosts.
 
-Each host is a network namespace with an address, a host name, a hosts file, an ``sshd`` and a disk of its own
-(``/mnt``); ``ssh``, ``mpirun`` and ``horovodrun`` work between them as they are. All else is this machine's.
+Each host is a network namespace with its own address, host name, hosts file, ``sshd`` and disk (``/mnt``); ``ssh``,
+``mpirun`` and ``horovodrun`` work between hosts without changes. Everything else is shared with this machine.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 
 PREFIX = "10.77.0."
-PLACE = Path("/run/hvdtrain-lab")
-"""Keys, logs and what hosts find in /etc, of the laboratory that is up: there is one at a time."""
-STARTS_WITHIN_S = 10.0
+FOLDER = Path("/run/hvdtrain-lab")
+"""Keys, logs and /etc files of the running lab; only one can run at a time."""
+START_TIMEOUT_S = 10.0
 _LINKS = Path(__file__).with_name("links.py")
 _NETNS = Path("/run/netns")
-_OURS = "lab[0-9]*"
+_NAMES = "lab[0-9]*"
 _SSHD_CONFIG = """\
 ListenAddress {address}
 HostKey /etc/ssh/host_key
@@ -44,8 +44,8 @@ ConnectTimeout 10
 """
 
 
-# With its name and the place. Below /sys are the host's own devices then; the control groups stay, for Slurm.
-# Without the user's .bashrc, which bash reads for each command of ssh, and in which each may wait for all others.
+# Arguments: host name, FOLDER. Mounts a new /sys, with the host's own devices, but keeps control groups for Slurm.
+# Hides the user's .bashrc, which bash reads for every ssh command and which could block.
 _HOST = """
 hostname "$0"
 [ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc
@@ -60,11 +60,11 @@ exec /usr/sbin/sshd -D -e
 
 
 class LaboratoryError(RuntimeError):
-    """The machine cannot have a laboratory, or there is none."""
+    """A lab cannot run on this machine, or none is running."""
 
 
 def missing() -> list[str]:
-    """What this machine lacks for a laboratory; empty where it has all."""
+    """The prerequisites of a lab that this machine lacks; empty if it has all."""
     needed = {
         "root": os.geteuid() == 0,
         "ip (Debian: iproute2)": shutil.which("ip"),
@@ -73,17 +73,17 @@ def missing() -> list[str]:
         "nsenter and unshare (Debian: util-linux)": shutil.which("nsenter") and shutil.which("unshare"),
         "/dev/net/tun": Path("/dev/net/tun").exists(),
     }
-    return [name for name, is_there in needed.items() if not is_there]
+    return [name for name, found in needed.items() if not found]
 
 
 class Laboratory:
-    """Hosts ``lab1`` to ``labN``; all of it is gone at the end, and whatever is left of another one before.
+    """Hosts ``lab1`` to ``labN``. Removed on exit; leftovers of an earlier lab are removed on start.
 
     Args:
-        hosts: how many.
-        rate_mbit, delay_ms: of each host's link, the delay one way.
-        loss: share of packets that get lost.
-        mtu_bytes: the size of the largest packet.
+        hosts: number of hosts.
+        rate_mbit, delay_ms: rate and one-way delay of each host's link.
+        loss: fraction of packets lost.
+        mtu_bytes: size of the largest packet.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class Laboratory:
             "delay_s": delay_ms / 1000,
             "loss": loss,
             "mtu_bytes": mtu_bytes,
-            "control": str(PLACE / "links.sock"),
+            "control": str(FOLDER / "links.sock"),
         }
 
     @classmethod
-    def that_is_up(cls) -> "Laboratory":
-        """The one that was started before.
+    def running(cls) -> "Laboratory":
+        """The lab that is already running.
 
         Raises:
-            LaboratoryError: there is none.
+            LaboratoryError: none is running.
         """
-        num_hosts = len(list(PLACE.glob("lab*.pid")))
+        num_hosts = len(list(FOLDER.glob("lab*.pid")))
         if not num_hosts:
-            raise LaboratoryError("there must be a laboratory. Received: none. Start one: launch/lab/up 2")
+            raise LaboratoryError("a lab must be running. Received: none. Start one: launch/lab/up 2")
         return cls(num_hosts)
 
     def __enter__(self) -> "Laboratory":
@@ -122,15 +122,15 @@ class Laboratory:
         remove()
 
     def start(self) -> None:
-        """Makes the hosts and their links.
+        """Creates the hosts and their links.
 
         Raises:
-            LaboratoryError: the machine lacks something, or a part did not come up.
+            LaboratoryError: a prerequisite is missing, or a host or link did not start.
         """
         if lacks := missing():
-            raise LaboratoryError(f"a laboratory needs more than there is. Missing: {', '.join(lacks)}.")
+            raise LaboratoryError(f"this machine lacks prerequisites of a lab. Missing: {', '.join(lacks)}.")
         remove()
-        PLACE.mkdir(mode=0o700)
+        FOLDER.mkdir(mode=0o700)
         try:
             self._write_files()
             for name in self.names:
@@ -144,15 +144,15 @@ class Laboratory:
             raise
 
     def _write_files(self) -> None:
-        """What each host finds in /etc, and one key that opens all hosts of this laboratory and nothing else."""
-        key = PLACE / "key"
-        for path in (key, *(PLACE / f"{name}.host_key" for name in self.names)):
+        """Writes each host's /etc files, and one key that gives access only to the hosts of this lab."""
+        key = FOLDER / "key"
+        for path in (key, *(FOLDER / f"{name}.host_key" for name in self.names)):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", path.name, "-f", path], check=True)
         addresses = {name: f"{PREFIX}{i + 1}" for i, name in enumerate(self.names)}
         hosts = "".join(f"{address} {name}\n" for name, address in addresses.items())
-        known = "".join(f"{name},{addresses[name]} {_public(PLACE / f'{name}.host_key')}" for name in self.names)
+        known = "".join(f"{name},{addresses[name]} {_public(FOLDER / f'{name}.host_key')}" for name in self.names)
         for name, address in addresses.items():
-            ssh = PLACE / name / "ssh"
+            ssh = FOLDER / name / "ssh"
             ssh.mkdir(parents=True)
             (ssh.parent / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
             (ssh / "sshd_config").write_text(_SSHD_CONFIG.format(address=address))
@@ -160,10 +160,10 @@ class Laboratory:
             (ssh / "known_hosts").write_text(known)
             (ssh / "authorized_keys").write_text(_public(key))
             shutil.copy(key, ssh / "key")
-            shutil.copy(PLACE / f"{name}.host_key", ssh / "host_key")
+            shutil.copy(FOLDER / f"{name}.host_key", ssh / "host_key")
 
     def _start_links(self) -> None:
-        with (PLACE / "links.log").open("w") as log:
+        with (FOLDER / "links.log").open("w") as log:
             links = subprocess.Popen(
                 [sys.executable, str(_LINKS), json.dumps(self._spec)],
                 stdin=subprocess.DEVNULL,
@@ -175,11 +175,11 @@ class Laboratory:
         assert links.stdout is not None
         with links.stdout:
             if links.stdout.readline().strip() != "ready":
-                raise LaboratoryError(f"the links did not come up: {(PLACE / 'links.log').read_text()[-500:]}")
+                raise LaboratoryError(f"the links did not start: {(FOLDER / 'links.log').read_text()[-500:]}")
 
     def _start_host(self, name: str) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)
-        with (PLACE / f"{name}.log").open("w") as log:
+        with (FOLDER / f"{name}.log").open("w") as log:
             host = subprocess.Popen(
                 [
                     "nsenter",
@@ -192,78 +192,78 @@ class Laboratory:
                     "-c",
                     _HOST,
                     name,
-                    PLACE,
+                    FOLDER,
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        (PLACE / f"{name}.pid").write_text(str(host.pid))
+        (FOLDER / f"{name}.pid").write_text(str(host.pid))
 
     def _await_hosts(self) -> None:
-        deadline_s = time.monotonic() + STARTS_WITHIN_S
+        deadline_s = time.monotonic() + START_TIMEOUT_S
         for name in self.names:
-            log = PLACE / f"{name}.log"
+            log = FOLDER / f"{name}.log"
             while "Server listening" not in log.read_text():
                 if time.monotonic() > deadline_s:
-                    raise LaboratoryError(f"host {name} did not come up: {log.read_text()[-500:]}")
+                    raise LaboratoryError(f"host {name} did not start: {log.read_text()[-500:]}")
                 time.sleep(0.02)
 
     def require(self, host: str) -> None:
-        """Raises LaboratoryError where there is no such host."""
+        """Raises LaboratoryError if there is no such host."""
         if host not in self.names:
             raise LaboratoryError(f"the host must be one of {', '.join(self.names)}. Received: {host}")
 
     def command(self, host: str, command: list[str]) -> list[str]:
-        """The same command on a host, in the same folder, with the same environment, and a terminal if there is one."""
+        """The command line that runs a command on a host, with this process's folder, environment and terminal."""
         enter = ["nsenter", "--target", self._process(host), "--net", "--mount", "--uts"]
         return [*enter, "env", "-C", str(Path.cwd()), *command]
 
     def path(self, host: str, path: str) -> Path:
-        """A file of a host, as it is seen from outside."""
+        """The path of a host's file as seen from this machine."""
         return Path(f"/proc/{self._process(host)}/root{path}")
 
     def _process(self, host: str) -> str:
         self.require(host)
-        return (PLACE / f"{host}.pid").read_text()
+        return (FOLDER / f"{host}.pid").read_text()
 
     def slots(self, ranks_per_host: int = 1) -> str:
-        """All hosts, for ``-H`` of a launcher."""
+        """All hosts, in the form of a launcher's ``-H``."""
         return ",".join(f"{name}:{ranks_per_host}" for name in self.names)
 
     def cut(self, host: str) -> None:
-        """Loses every packet from and to a host, as when a cable is pulled: nobody is told."""
-        self._tell_links({"host": host, "is_cut": True})
+        """Drops all packets from and to a host, as if its cable were unplugged."""
+        self._send_to_links({"host": host, "is_cut": True})
 
-    def mend(self, host: str) -> None:
-        """Makes good a cut."""
-        self._tell_links({"host": host, "is_cut": False})
+    def restore(self, host: str) -> None:
+        """Undoes :meth:`cut`."""
+        self._send_to_links({"host": host, "is_cut": False})
 
     def kill(self, host: str) -> None:
-        """Ends every process on a host, at once."""
+        """Kills all processes on a host."""
         _kill_processes(host)
 
-    def _tell_links(self, message: dict[str, object]) -> None:
+    def _send_to_links(self, message: dict[str, object]) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
             control.sendto(json.dumps(message).encode(), str(self._spec["control"]))
 
     def bytes_sent(self, host: str) -> int:
-        """What a host has sent over its link so far, with the headers of IP and TCP."""
+        """Bytes that a host has sent over its link, including IP and TCP headers."""
         shown = subprocess.run(["ip", "-n", host, "-s", "-j", "link", "show", "eth0"], capture_output=True, check=True)
         return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
 
 
 def remove() -> None:
-    """Whatever a laboratory has left, also after a crash."""
+    """Removes the lab, or what a crashed one has left."""
     for pid in _links_running():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    for path in _NETNS.glob(_OURS):
+    for path in _NETNS.glob(_NAMES):
         _kill_processes(path.name)
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("netns", "delete", path.name)
-    shutil.rmtree(PLACE, ignore_errors=True)
+    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def _links_running() -> list[int]:

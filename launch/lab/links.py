@@ -1,11 +1,11 @@
-"""The links of the laboratory: carries packets between network namespaces at a given rate, delay and loss.
+"""Links of the lab: forwards packets between network namespaces with a given rate, delay and loss.
 
     python links.py '{"namespaces": ["lab1", …], "prefix": "10.77.0.", "rate_bits": 1e8, "delay_s": 0.01, "loss": 0,
                       "mtu_bytes": 9000, "control": "/run/hvdtrain-lab/links.sock"}'
 
-Each namespace gets a TUN device ``eth0``; what its host sends passes through a line of the given rate, then
-arrives after the delay. No kernel module for the emulation of networks is needed. Heeds messages
-``{"host": "lab2", "is_cut": true}`` on the socket.
+Each namespace gets a TUN device ``eth0``; its packets pass through a line of the given rate and arrive after
+the delay. No kernel module for network emulation is needed. Accepts messages ``{"host": "lab2", "is_cut":
+true}`` on the control socket.
 """
 
 import collections
@@ -27,11 +27,11 @@ import time
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 _QUEUE_S = 0.5
-"""What would wait longer for the line is dropped, as a switch would."""
+"""Packets that would queue for longer are dropped, as by a switch."""
 
 
 def open_device(namespace: str) -> int:
-    """A TUN device in a namespace."""
+    """Creates a TUN device in a namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as own, open(f"/run/netns/{namespace}") as there:
         if libc.setns(there.fileno(), _CLONE_NEWNET) != 0:
@@ -45,17 +45,17 @@ def open_device(namespace: str) -> int:
 
 
 class Line:
-    """What one host sends: connections take turns, those that had nothing waiting first, as with Linux' fq_codel."""
+    """A host's outgoing line with fair queueing per connection; new connections go first, as in Linux' fq_codel."""
 
     def __init__(self, rate_bits: float, delay_s: float, loss: float):
         self._rate_bits = rate_bits
         self._delay_s = delay_s
         self._loss = loss
-        self._is_free_at = 0.0
+        self._free_at_s = 0.0
         self._waiting_bits = 0
         self._connections: dict[bytes, collections.deque[tuple[float, int, bytes]]] = {}
         self._turns: collections.deque[bytes] = collections.deque()
-        self._under_way: collections.deque[tuple[float, int, bytes]] = collections.deque()
+        self._in_flight: collections.deque[tuple[float, int, bytes]] = collections.deque()
 
     def send(self, now: float, to: int, packet: bytes) -> None:
         if random.random() < self._loss or self._waiting_bits > _QUEUE_S * self._rate_bits:
@@ -68,32 +68,32 @@ class Line:
         self._connections[connection].append((now, to, packet))
 
     def next_s(self) -> float:
-        """When there is something to do."""
-        times = [self._is_free_at] if self._turns else []
-        return min([*times, *(each[0] for each in itertools.islice(self._under_way, 1))], default=math.inf)
+        """The time of the next event."""
+        times = [self._free_at_s] if self._turns else []
+        return min([*times, *(each[0] for each in itertools.islice(self._in_flight, 1))], default=math.inf)
 
     def arrived(self, now: float) -> list[tuple[int, bytes]]:
-        """To whom what packets come."""
-        while self._turns and self._is_free_at <= now:
+        """Returns the destinations and packets that have arrived."""
+        while self._turns and self._free_at_s <= now:
             connection = self._turns.popleft()
-            came_s, to, packet = self._connections[connection].popleft()
-            # Also when this process was late, the line was not.
-            self._is_free_at = max(self._is_free_at, came_s) + 8 * len(packet) / self._rate_bits
-            self._under_way.append((self._is_free_at + self._delay_s, to, packet))
+            sent_s, to, packet = self._connections[connection].popleft()
+            # Even if this process is late, the simulated line is not.
+            self._free_at_s = max(self._free_at_s, sent_s) + 8 * len(packet) / self._rate_bits
+            self._in_flight.append((self._free_at_s + self._delay_s, to, packet))
             self._waiting_bits -= 8 * len(packet)
             if self._connections[connection]:
                 self._turns.append(connection)
             else:
                 del self._connections[connection]
         packets = []
-        while self._under_way and self._under_way[0][0] <= now:
-            packets.append(self._under_way.popleft()[1:])
+        while self._in_flight and self._in_flight[0][0] <= now:
+            packets.append(self._in_flight.popleft()[1:])
         return packets
 
 
 def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line], control: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # Some containers do not allow it.
-        os.nice(-20)  # Ranks that share its cores must not slow the network.
+    with contextlib.suppress(OSError):  # Not permitted in some containers.
+        os.nice(-20)  # Ranks on the same cores must not slow down the network.
     poll = select.epoll()
     for device in (*devices, control.fileno()):
         poll.register(device, select.EPOLLIN)
@@ -119,7 +119,7 @@ def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line]
         now = time.monotonic()
         for line in lines:
             for to, packet in line.arrived(now):
-                with contextlib.suppress(OSError):  # Full, or the host is gone: lost.
+                with contextlib.suppress(OSError):  # The device's queue is full or the host is gone: drop the packet.
                     os.write(devices[to], packet)
 
 

@@ -1,0 +1,179 @@
+"""Prepares Keras callbacks for ``model.fit`` on all ranks."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.callbacks.equal_steps import EqualSteps
+from hvdtrain.callbacks.metric_average import MetricAverageCallback
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
+from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.replica_consistency import first_difference, share_statistics, shared_statistics
+from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
+
+_BATCH_HOOKS = [f"on_{phase}_batch_{moment}" for phase in ("train", "test", "predict") for moment in ("begin", "end")]
+
+
+def distributed(
+    callbacks: Sequence[keras.callbacks.Callback] = (), *, collectives: Collectives | None = None
+) -> list[keras.callbacks.Callback]:
+    """Prepares callbacks for all ranks: ``model.fit(…, callbacks=hvdtrain.callbacks.distributed([…]))``.
+
+    * Callbacks that decide (EarlyStopping, ReduceLROnPlateau, LearningRateScheduler, …, and your own) run on every rank
+      and receive the values over all ranks, ``val_…`` included, so that all ranks decide alike. If one of them stops
+      the training on any rank, it stops on all.
+    * Callbacks that write (ModelCheckpoint, CSVLogger, TensorBoard, …, and your own with an attribute
+      ``only_on_rank_zero = True``) and the progress bar run on rank 0 only.
+    * At the end of an epoch and in its validation, the model has the statistics (BatchNormalization's) of all ranks.
+    * Ranks that would make different numbers of steps are refused before the first.
+
+    A callback of your own that is called at training batches costs two small reductions in each.
+
+    Args:
+        callbacks: all that are to run, the same on every rank.
+        collectives: the ranks that train together (default: those of ``hvdtrain.init()``).
+
+    Returns:
+        The list to pass to ``model.fit``; on one rank ``callbacks`` themselves.
+
+    Raises:
+        UsageError: a callback cannot work on several ranks.
+    """
+    collectives = collectives or runtime.current().collectives
+    callbacks = list(callbacks)
+    require_usable(callbacks, "train with hvdtrain.Trainer and a Checkpointer to resume")
+    # Always a list: Keras would call a single callback from several threads.
+    return callbacks if collectives.size == 1 else [DistributedCallbacks(callbacks, collectives)]
+
+
+class DistributedCallbacks(keras.callbacks.Callback):
+    """Calls those callbacks that run on this rank; see :func:`distributed`."""
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback], collectives: Collectives):
+        super().__init__()
+        self._collectives = collectives
+        self._names = [type(each).__name__ for each in callbacks]
+        self._metrics = MetricAverageCallback(collectives)
+        self._own = [each for each in callbacks if collectives.rank == 0 or not only_writes(each)]
+        self._is_in_epoch = False
+        self._statistics = ExitStack()
+        for each in self._own:
+            if collectives.rank > 0 and isinstance(getattr(each, "verbose", None), int):
+                each.verbose = 0  # only rank 0 prints
+        # Keras calls hooks at batches only if they are overridden, and then copies the values at each.
+        for hook in _BATCH_HOOKS:
+            if any(overrides(each, [hook, hook.replace("_train", "")]) for each in self._own):
+                setattr(self, hook, partial(self._forward, hook))
+        # Of all callbacks, not only this rank's: every rank acts on it.
+        if any(_may_decide_at_batches(each) for each in callbacks):
+            self.on_train_batch_end = self._end_batch
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        super().set_params(params)
+        if params and self._collectives.rank > 0:
+            params["verbose"] = 0  # of the progress bar, which is the next to receive them
+        for each in self._own:
+            each.set_params(params)
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        for each in [self._metrics, *self._own]:
+            each.set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        arguments = {"epochs": self.params.get("epochs"), "callbacks": self._names}
+        require_agreement("arguments of model.fit", arguments, self._collectives)
+        self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
+        self._compares_replicas = True
+        self._forward("on_train_begin", logs)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._is_in_epoch = True
+        self._steps.epoch_begins(epoch)
+        self._metrics.on_epoch_begin(epoch)
+        self._forward("on_epoch_begin", epoch, logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if self._is_in_epoch:
+            self._metrics.on_test_begin()
+            self._meet("starts its validation")
+        self._forward("on_test_begin", logs)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._forward("on_test_end", logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = {} if logs is None else logs
+        if not self._metrics.has_validated:
+            self._meet("ends its epoch without a validation")
+        self._is_in_epoch = False
+        self._metrics.on_epoch_end(epoch, logs)
+        self._forward("on_epoch_end", epoch, logs)
+        self._statistics.close()
+        if self._compares_replicas:
+            # A train_step of the user's own may apply gradients that were not reduced.
+            self._require_equal_replicas()
+            self._compares_replicas = False
+        self._agree_on_stopping()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        share_statistics(self.model, self._collectives)
+        self._forward("on_train_end", logs)
+
+    def on_predict_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._forward("on_predict_begin", logs)
+
+    def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._forward("on_predict_end", logs)
+
+    def _end_batch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        logs = {} if logs is None else logs
+        logs.update(self._metrics.batch_values(logs))
+        self._forward("on_train_batch_end", batch, logs)
+        self._agree_on_stopping()
+
+    def _forward(self, hook: str, *arguments: Any, **named: Any) -> None:
+        for each in self._own:
+            getattr(each, hook)(*arguments, **named)
+
+    def _meet(self, what: str) -> None:
+        """After the last step of an epoch: from here on, the model has the statistics of all ranks."""
+        self._steps.epoch_ends()
+        places = self._collectives.allgather(what)
+        if len(set(places)) > 1:
+            found = ", ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
+            raise UsageError(
+                f"all ranks must validate, and after the same epochs. Received: {found}. Pass validation_data and "
+                "validation_freq on every rank; hvdtrain.shard(…, drop_remainder=False) gives each rank its share."
+            )
+        self._statistics.enter_context(shared_statistics(self.model, self._collectives))
+
+    def _require_equal_replicas(self) -> None:
+        require_equal_adapted_layers(self.model, self._collectives, int(self.model.optimizer.iterations.numpy()))
+        variables = [*self.model.trainable_weights, *self.model.optimizer.variables]
+        difference = first_difference(variables, self._collectives)
+        if difference is not None:
+            path, ranks = difference
+            raise DivergenceError(
+                f"replicas must be equal. After the first epoch, variable {path!r} of {ranks} differs from the other "
+                "ranks'. It was changed other than by the model's distributed optimizer: wrap every optimizer in "
+                "hvdtrain.DistributedOptimizer."
+            )
+
+    def _agree_on_stopping(self) -> None:
+        # A callback may use the clock of its rank: that rank would leave, and the others wait for it forever.
+        (stopping,) = self._collectives.sum([np.array(float(self.model.stop_training), np.float32)])
+        self.model.stop_training = bool(stopping)
+
+
+def _may_decide_at_batches(callback: keras.callbacks.Callback) -> bool:
+    if only_writes(callback) or getattr(callback, "only_sets_learning_rate", False):
+        return False
+    return overrides(callback, TRAIN_BATCH_HOOKS)

@@ -1,0 +1,106 @@
+"""Writes a checkpoint: to a temporary folder, synced to disk, read back and renamed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.checkpoint import storage
+from hvdtrain.checkpoint.rank_file import RankFileReader, RankFileWriter
+from hvdtrain.checkpoint.storage import MANIFEST, RANKS, SUMS, TENSORS, Tensors, folder_name
+from hvdtrain.checkpoint.transfer import Spec
+from hvdtrain.system.atomic_files import commit, remove, removed_on_failure
+
+
+class Draft:
+    """A checkpoint that is being written, of which readers see nothing before :meth:`commit`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, directory: Path, step: int, specs: Sequence[Sequence[Spec]]):
+        directory.mkdir(parents=True, exist_ok=True)
+        storage.recover(directory)
+        self._step = step
+        self._target = directory / folder_name(step)
+        self._folder = directory / f".{self._target.name}.writing"
+        remove(self._folder)
+        self._folder.mkdir()
+        self._digests: list[str] = []
+        with removed_on_failure(self._folder):
+            self._ranks = RankFileWriter(self._folder / RANKS, specs)
+
+    def write_rank(self, rank: int, piece: np.ndarray) -> None:
+        """Writes the next bytes of the arrays that belong to one rank.
+
+        Raises:
+            OSError: the file system refuses; nothing is left of the draft.
+        """
+        with removed_on_failure(self._folder):
+            self._ranks.write(rank, piece)
+
+    def commit(self, tensors: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """Makes it the latest checkpoint: one of the same step is replaced, later ones are set aside.
+
+        Args:
+            tensors: TensorFlow or NumPy tensors by name.
+            manifest: all other state, as JSON values.
+
+        Raises:
+            OSError, tf.errors.OpError: writing failed; earlier checkpoints are intact.
+        """
+        text = json.dumps({"format": storage.FORMAT, "step": self._step, **manifest}, indent=1) + "\n"
+        with removed_on_failure(self._folder):
+            digests = self._ranks.close()
+            if self._target.exists() and storage.damage(self._target) is not None:
+                storage.set_aside(self._target)
+            if self._target.exists() and _holds(self._target, tensors, text, digests):
+                remove(self._folder)
+            else:
+                self._write(tensors, text, digests)
+        storage.set_aside_later(self._target.parent, self._step)
+
+    def _write(self, tensors: Mapping[str, Any], manifest: str, digests: Sequence[str]) -> None:
+        names, prefix = list(tensors), str(self._folder / TENSORS)
+        values = [tf.convert_to_tensor(value) for value in tensors.values()]
+        tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=values)
+        (self._folder / MANIFEST).write_text(manifest)
+        files = sorted(path.name for path in self._folder.iterdir())
+        (self._folder / SUMS).write_text(storage.sums(self._folder, files))
+
+        def verify(folder: Path) -> None:
+            _verify(folder, tensors, digests)
+            if self._target.exists():  # A folder cannot be renamed onto another one.
+                self._target.rename(storage.replaced_path(self._target))
+
+        commit(self._folder, self._target, verify)
+
+
+def _holds(folder: Path, tensors: Mapping[str, Any], manifest: str, digests: Sequence[str]) -> bool:
+    """Whether an intact checkpoint has exactly this content."""
+    if (folder / MANIFEST).read_bytes() != manifest.encode():
+        return False
+    try:
+        _verify(folder, tensors, digests)
+    except (OSError, ValueError, LookupError, tf.errors.OpError):
+        return False
+    return True
+
+
+def _verify(folder: Path, tensors: Mapping[str, Any], digests: Sequence[str]) -> None:
+    """Raises OSError unless the tensors can be read back."""
+    found = Tensors(folder)
+    for name, value in tensors.items():
+        if not np.array_equal(_bytes(found[name]), _bytes(value)):
+            raise OSError(f"the data read back differs from the data written: {name}")
+    if RankFileReader(folder / RANKS, len(digests)).digests() != list(digests):
+        raise OSError(f"the data read back differs from the data written: {RANKS}")
+
+
+def _bytes(value: Any) -> np.ndarray:
+    # As bytes, NaN equals NaN; a view copies nothing.
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)

@@ -1,0 +1,77 @@
+"""When in a step each gradient bucket is ready to be reduced."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.commands.bench.cases import make_runner
+from hvdtrain.commands.bench.config import BenchConfig
+from hvdtrain.commands.session import Session
+from hvdtrain.data import Data
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_buckets import bucket_layout
+from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients, unreduced
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.tasks import Task
+from hvdtrain.training.clock import Clock
+
+_STEPS = 20
+
+
+def _now_s(_: np.ndarray) -> np.float64:
+    return np.float64(time.time())
+
+
+class _TimingCollectives(SingleProcessCollectives):
+    """Reduces nothing, and records when it could."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+        """The size of each gradient."""
+        self.buckets: Sequence[Sequence[int]] = []
+        """The gradients that would share a bucket."""
+        self.ready: tf.Variable | None = None
+        """When each gradient of the last step was ready, in seconds since 1970."""
+
+    def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
+        compression_factor = 2 if config.compression == "fp16" else 1
+
+        def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
+            dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            self.bytes = [each.dtype.size * each.shape.num_elements() // compression_factor for each in dense]
+            self.buckets = bucket_layout(dense, len(dense) if config.op == "adasum" else config.groups).members
+            if self.ready is None:
+                with tf.init_scope(), tf.device("CPU"):
+                    self.ready = tf.Variable(tf.zeros([len(dense)], tf.float64), trainable=False)
+            with tf.device("CPU"):
+                # Not tf.timestamp: TensorFlow runs stateful operations in the order of the program, and the first
+                # gradient is the last to be ready.
+                firsts = [tf.reshape(each, [-1])[:1] for each in dense]
+                now = [tf.numpy_function(_now_s, [first], tf.float64, stateful=False) for first in firsts]
+                self.ready.assign(tf.reshape(tf.stack(now), [len(dense)]))
+            return unreduced(gradients)
+
+        return reduce
+
+
+def measure(config: BenchConfig, task: Task, data: Data, session: Session) -> list[tuple[int, float]]:
+    """For each bucket its bytes, and after which fraction of a step without communication it is ready (median)."""
+    collectives = _TimingCollectives()
+    single_steps = dataclasses.replace(config, training=dataclasses.replace(config.training, steps_per_execution=1))
+    runner = make_runner(single_steps, task, data, session, collectives, mode="sync")
+    runner.run_steps(1, Clock())  # compiles
+    fractions = []
+    for _ in range(_STEPS):
+        start_s = time.time()
+        runner.run_steps(1, Clock())
+        step_s = time.time() - start_s
+        assert collectives.ready is not None
+        ready_s = collectives.ready.numpy()
+        fractions.append([(max(ready_s[i] for i in bucket) - start_s) / step_s for bucket in collectives.buckets])
+    sizes = [sum(collectives.bytes[i] for i in bucket) for bucket in collectives.buckets]
+    return list(zip(sizes, map(statistics.median, zip(*fractions, strict=True)), strict=True))

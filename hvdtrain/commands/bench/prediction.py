@@ -1,0 +1,123 @@
+"""Predictions of ``bench --predict``: the scaling model applied to measured or configured links."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.commands.bench import scaling_model
+from hvdtrain.commands.bench.config import BenchConfig, PredictionConfig
+from hvdtrain.commands.bench.scaling_model import Cluster, Link, MeasuredStep
+from hvdtrain.errors import UsageError
+
+
+def require_links(config: PredictionConfig, ranks: int, hosts: int) -> None:
+    """Raises UsageError if predictions need a link that is neither configured nor measurable by these ranks."""
+    between = config.link_mbit is not None or hosts > 1
+    within = config.within_mbit is not None or (hosts == 1 and ranks > 1)
+    for predicted in config.predicted_ranks:
+        crosses = predicted > _ranks_per_host(config, ranks, hosts)
+        if predicted > 1 and not (between if crosses else within):
+            where, flags = ("between", "link") if crosses else ("within", "within")
+            raise UsageError(
+                f"--predict {predicted} needs the link {where} hosts, which {ranks} rank(s) on {hosts} host(s) cannot "
+                f"measure. Set --{flags}-mbit and --{flags}-latency-ms."
+            )
+
+
+def _ranks_per_host(config: PredictionConfig, ranks: int, hosts: int) -> int:
+    return config.ranks_per_host or max(1, ranks // hosts)
+
+
+def predict(
+    config: BenchConfig, found: dict[str, Any], seconds: list[float], messages: list[tuple[int, float]]
+) -> dict[str, Any]:
+    """Predicts steps for each number of ranks, in sync and in local mode.
+
+    Args:
+        found: the results of the measurements.
+        seconds: times of single steps without communication.
+        messages: see :class:`~hvdtrain.commands.bench.scaling_model.MeasuredStep`.
+    """
+    step = MeasuredStep(np.array(seconds), messages)
+    per_host = _ranks_per_host(config.prediction, found["ranks"], found["hosts"])
+    link, within = _links(config, found)
+    rows = []
+    for ranks in config.prediction.predicted_ranks:
+        hosts = math.ceil(ranks / per_host)
+        nothing = Link(0.0, math.inf)
+        cluster = Cluster(hosts, min(ranks, per_host), link or nothing, within or nothing)
+        for hierarchical in (False, True) if hosts > 1 and per_host > 1 and within is not None else (False,):
+            local = scaling_model.local_step(
+                step,
+                cluster,
+                config.training.local_sgd.sync_every,
+                overlap=config.training.local_sgd.overlap,
+                hierarchical=hierarchical,
+            )
+            sync = scaling_model.sync_step(step, cluster, hierarchical=hierarchical)
+            for mode, made in (("sync", sync), ("local", local)):
+                rows.append(
+                    {
+                        "ranks": ranks,
+                        "hosts": hosts,
+                        "mode": mode,
+                        "allreduce": "hierarchical" if hierarchical else "flat",
+                        "step_ms": 1000 * made.step_s,
+                        "efficiency": made.efficiency,
+                        "compute_fraction": made.compute_s / made.step_s,
+                        "waiting_fraction": made.waiting_s / made.step_s,
+                        "communication_fraction": made.communication_s / made.step_s,
+                        "goodput": None if config.prediction.rank_mtbf_hours is None else _goodput(config, ranks),
+                    }
+                )
+    return {
+        "what": "a prediction, not a measurement",
+        "links": {name: None if each is None else vars(each) for name, each in (("between", link), ("within", within))},
+        "messages": messages,
+        "rows": rows,
+    }
+
+
+def _links(config: BenchConfig, found: dict[str, Any]) -> tuple[Link | None, Link | None]:
+    """The links between and within hosts; None: neither measured nor configured."""
+    measured = None
+    if found["ranks"] > 1:
+        taken = [(row["bytes"], row["seconds"]) for row in found["network"]["allreduce"]]
+        measured = scaling_model.fit_link(taken, found["ranks"])
+    link = measured if found["hosts"] > 1 else None
+    within = measured if found["hosts"] == 1 else None
+    if config.prediction.link_mbit is not None and config.prediction.link_latency_ms is not None:
+        link = Link(config.prediction.link_latency_ms / 1000, 1e6 * config.prediction.link_mbit)
+    if config.prediction.within_mbit is not None and config.prediction.within_latency_ms is not None:
+        within = Link(config.prediction.within_latency_ms / 1000, 1e6 * config.prediction.within_mbit)
+    return link, within
+
+
+def _goodput(config: BenchConfig, ranks: int) -> float:
+    assert config.prediction.rank_mtbf_hours is not None
+    return scaling_model.goodput(
+        ranks,
+        rank_mtbf_s=3600 * config.prediction.rank_mtbf_hours,
+        checkpoint_every_s=60 * config.prediction.checkpoint_minutes,
+        checkpoint_s=config.prediction.checkpoint_seconds,
+        restart_s=config.prediction.restart_seconds,
+    )
+
+
+def table(predicted: dict[str, Any]) -> str:
+    """Formats predictions for the console."""
+    columns = ("ms/step", "efficiency", "waiting", "communication", "goodput")
+    lines = [
+        "predicted, not measured:",
+        f"{'ranks':>6} {'hosts':>6} {'mode':>6} {'allreduce':>13}" + "".join(f"{name:>14}" for name in columns),
+    ]
+    for row in predicted["rows"]:
+        shares = (row["efficiency"], row["waiting_fraction"], row["communication_fraction"])
+        goodput = "" if row["goodput"] is None else f"{row['goodput']:.1%}"
+        lines.append(
+            f"{row['ranks']:>6} {row['hosts']:>6} {row['mode']:>6} {row['allreduce']:>13}{row['step_ms']:>14.3f}"
+            + "".join(f"{share:>14.1%}" for share in shares)
+            + f"{goodput:>14}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""The bench report: a table and a figure."""
+
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC
+
+_SHARES = ("input", "compute", "communication")
+
+
+def table(found: dict[str, Any]) -> str:
+    """Formats the results for the console."""
+    columns = ("ms/step", "p50", "p95", "spread", "examples/s", "CPU s/step")
+    lines = [f"{'':<18}" + "".join(f"{name:>13}" for name in columns)]
+    for name, case in found["cases"].items():
+        values = (case["step_ms"], case["step_ms_p50"], case["step_ms_p95"])
+        line = "".join(f"{value:>13.3f}" for value in values) + f"{case['spread']:>12.1%} "
+        lines.append(f"{name:<18}{line}{case['examples_per_second']:>12.0f} {case['cpu_seconds_per_step']:>12.5f}")
+    for name, ratio in found["ratios"].items():
+        lines.append(f"{name}: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
+    if "shares" in found:
+        shares = found["shares"]
+        lines.append("of a sync step: " + ", ".join(f"{name} {shares[f'{name}_fraction']:.1%}" for name in _SHARES))
+        lines.append(f"scaling efficiency (over independent ranks): {found['scaling_efficiency']:.3f}")
+    for row in found["network"]["allreduce"] if "network" in found else ():
+        comparison = "" if row["over_mpi"] is None else f", {row['over_mpi']:.2f}x a bare MPI_Allreduce"
+        lines.append(
+            f"allreduce of {row['bytes']:,} bytes: {1000 * row['seconds']:.3f} ms{comparison}, each rank sends "
+            f"{row['sent_bits_per_second'] / 1e6:.0f} Mbit/s"
+        )
+    for host, speed in found["network"]["link_bits_per_second"].items() if "network" in found else ():
+        bandwidth = "cannot be reached over TCP" if speed is None else f"{speed / 1e6:.0f} Mbit/s"
+        lines.append(f"one connection to {host}: {bandwidth}")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, Any], path: Path) -> bool:
+    """Plots examples/s of all cases and the breakdown of a sync step; returns False if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    speeds, times = figure.subplots(2, 1, height_ratios=(3, 1))
+    names = [name for name in reversed((ALONE, INDEPENDENT, SYNC, LOCAL)) if name in found["cases"]]
+    bars = speeds.barh(names, [found["cases"][name]["examples_per_second"] for name in names], color="tab:blue")
+    speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
+    ideal = found["ranks"] * found["cases"][ALONE]["examples_per_second"]
+    speeds.axvline(ideal, color="gray", linestyle="--", label=f"{found['ranks']} x one rank alone")
+    speeds.set_xlabel("examples/s, all ranks")
+    speeds.margins(x=0.12)
+    speeds.set_title(f"{found['task']}, {found['ranks']} rank(s) on {found['hosts']} host(s)")
+    left = 0.0
+    for name, color in zip(_SHARES, ("tab:orange", "tab:green", "tab:red"), strict=True):
+        share = found["shares"][f"{name}_fraction"]
+        times.barh(["step"], [share], left=[left], color=color, label=f"{name} {share:.1%}")
+        left += share
+    times.set_xlim(0, max(1.0, left))
+    handles = [*speeds.get_legend_handles_labels()[0], *times.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=120)
+    return True

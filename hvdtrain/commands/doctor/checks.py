@@ -1,0 +1,131 @@
+"""Checks of one host, each with a remedy for what is wrong."""
+
+import dataclasses
+import importlib.metadata
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from hvdtrain.system import cores, environment, tensorflow_start, versions
+
+_REBUILD = "rebuild the environment: delete .venv and call launch/run again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One row of the table."""
+
+    topic: str
+    state: str
+    remedy: str | None = None
+    """How to fix it; None if nothing is wrong."""
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """Formats the findings as aligned rows, followed by the remedies."""
+    width = max(len(finding.topic) for finding in findings)
+    lines = [
+        f"{'WRONG' if finding.remedy else 'ok':5}  {finding.topic:{width}}  {finding.state}" for finding in findings
+    ]
+    remedies = [f"{finding.topic}: {finding.remedy}" for finding in findings if finding.remedy]
+    lines.append("A job can run here." if not remedies else "To fix: " + "\n        ".join(remedies))
+    return "\n".join(lines)
+
+
+def checked(topic: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """Runs a check; an exception becomes a finding."""
+    try:
+        return check()
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        return [Finding(topic, cause, _REBUILD)]
+
+
+def find_versions() -> list[Finding]:
+    """Compares Python and packages with the versions that hvdtrain requires."""
+    required = {"python": SpecifierSet(importlib.metadata.metadata("hvdtrain")["Requires-Python"])}
+    for text in importlib.metadata.requires("hvdtrain") or []:
+        requirement = Requirement(text)
+        required[requirement.name] = requirement.specifier
+    findings = []
+    for name, version in versions.versions().items():
+        fits = version in required.get(name, SpecifierSet())
+        findings.append(Finding(name, version, None if fits else f"hvdtrain needs {name}{required[name]}: {_REBUILD}"))
+    return findings
+
+
+def find_horovod() -> list[Finding]:
+    """Checks how Horovod was built, and for which TensorFlow."""
+    tensorflow_start.import_tensorflow()
+    import tensorflow as tf
+
+    from hvdtrain.distributed import horovod
+
+    built = ", ".join(f"{name} {'yes' if is_built else 'no'}" for name, is_built in horovod.build_facts().items())
+    findings = [Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else _REBUILD)]
+    required = [text for text in importlib.metadata.requires("horovod") or [] if text.startswith("tensorflow==")]
+    expected = required[0].removeprefix("tensorflow==") if required else "unknown"
+    findings.append(
+        Finding(
+            "Horovod built for",
+            f"TensorFlow {expected}",
+            None
+            if expected in (tf.__version__, "unknown")
+            else f"TensorFlow here is {tf.__version__}: rebuild Horovod",
+        )
+    )
+    gpus = tf.config.list_physical_devices("GPU")
+    needs_nccl = bool(gpus) and "NCCL yes" not in built
+    findings.append(
+        Finding(
+            "GPUs",
+            str(len(gpus)),
+            "HOROVOD_GPU_OPERATIONS=NCCL launch/run … rebuilds Horovod with NCCL" if needs_nccl else None,
+        )
+    )
+    return findings
+
+
+def find_mpirun() -> Finding:
+    """Checks mpirun's version: horovodrun does not support Open MPI 5."""
+    path = shutil.which("mpirun")
+    if path is None:
+        return Finding("mpirun", "not on PATH", "start with launch/run, or load the site's MPI module")
+    answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+    first = (answer.stdout or answer.stderr).strip().splitlines()[0]
+    if "Open MPI) 5" in first:
+        return Finding("mpirun", f"{first}, {path}", "horovodrun needs Open MPI 4; with Open MPI 5, use mpirun")
+    return Finding("mpirun", f"{first}, {path}")
+
+
+def try_allreduce() -> list[Finding]:
+    """Starts Horovod as a job would, runs an allreduce and shows the settings that affect performance."""
+    tensorflow_start.import_tensorflow()
+    from hvdtrain.distributed import runtime
+
+    topology = runtime.init()
+    collectives = runtime.current().collectives
+    values = [np.ones(1 << 18, np.float32)]
+    collectives.sum(values)
+    began_s = time.perf_counter()
+    (total,) = collectives.sum(values)
+    took_ms = 1000 * (time.perf_counter() - began_s)
+    right = bool(np.all(total == topology.size))
+    settings = ", ".join(f"{name}={value}" for name, value in environment.performance_settings().items())
+    return [
+        Finding(
+            "cores",
+            f"{cores.usable_cores()} usable, threads per rank: {topology.threads}, local ranks: {topology.local_size}",
+        ),
+        Finding("settings", settings),
+        Finding(
+            "allreduce",
+            f"1 MiB on {topology.size} rank(s): {'right' if right else 'WRONG SUM'}, {took_ms:.2f} ms",
+            None if right else "Horovod was built with another MPI: see launch/horovod",
+        ),
+    ]

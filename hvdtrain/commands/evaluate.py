@@ -1,0 +1,90 @@
+"""``python -m hvdtrain eval``: loss and metrics of a run's checkpoints, once or as they appear."""
+
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import tensorflow as tf
+
+from hvdtrain.checkpoint.checkpointer import newest_step
+from hvdtrain.commands.config import EvalConfig
+from hvdtrain.commands.session import Session, run_on_ranks
+from hvdtrain.commands.trained_run import TrainedRun, has_ended, open_run, run_folder
+from hvdtrain.data import evaluation_dataset
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.feeds import EvaluationFeed
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.errors import DataError, HvdtrainError, StoppedEarly
+from hvdtrain.fault_tolerance.collective_errors import on_first_rank
+from hvdtrain.loggers.json_lines import JsonLinesReporter
+from hvdtrain.loggers.progress_bar import console_reporter
+from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+from hvdtrain.optim.ema import keeps_ema
+from hvdtrain.training.callbacks import RankCallbacks
+from hvdtrain.training.eval_step import build_metrics
+from hvdtrain.training.evaluator import Evaluator
+
+_POLL_EVERY_S = 2.0
+
+
+def run(config: EvalConfig | None, refused: HvdtrainError | None) -> int:
+    """Evaluates on all ranks, or reports on every rank why this one cannot.
+
+    Returns:
+        The exit code.
+    """
+    return run_on_ranks(config, refused, _evaluate)
+
+
+def _evaluate(config: EvalConfig, session: Session) -> None:
+    collectives, job_watch = session.collectives, session.job_watch
+    folder = run_folder(config.run_dir, config.task)
+    trained = open_run(folder, config.task, config.data_dir, collectives)
+    evaluator = _make_evaluator(trained, config.batch_size, session)
+    callbacks = RankCallbacks([], trained.model, collectives, epochs=1, steps_per_epoch=1)
+    reporter = _make_reporter(folder, collectives)
+    step = -1
+    while not job_watch.check():
+        newest = on_first_rank(lambda: newest_step(folder / "checkpoints"), collectives)
+        if not config.watch or (newest is not None and newest > step):
+            step = trained.load(config.checkpoint).step
+            values = evaluator.run(callbacks, step)
+            if values is not None:
+                reporter.evaluated(step, values)
+                if not config.watch:
+                    return
+        elif on_first_rank(partial(has_ended, folder, step), collectives):
+            return
+        else:
+            job_watch.heartbeat("waiting for a checkpoint", step)
+            time.sleep(_POLL_EVERY_S)
+    raise StoppedEarly(f"stopped on {job_watch.stop_reason}, as requested")
+
+
+def _make_evaluator(trained: TrainedRun, batch_size: int | None, session: Session) -> Evaluator:
+    collectives, training = session.collectives, trained.config.training
+    source = trained.data.evaluation
+    if source is None:
+        raise DataError(f"the task must have samples to evaluate on. Received: none of task {trained.config.task}")
+    quota = BadSampleQuota(training.guards.bad_samples, collectives)
+    quota.note_known(source.bad_samples)
+    share = (source, batch_size or training.batch_size, collectives.rank, collectives.size)
+    # Also on a rank that has no sample: its metrics must have the same variables as the others'.
+    build_metrics(trained.model, (evaluation_dataset(*share).element_spec, tf.TensorSpec([])))
+    return Evaluator(
+        trained.model,
+        EvaluationFeed(*share, quota),
+        collectives,
+        uses_ema=keeps_ema(trained.model),
+        synchronized=nullcontext,
+        job_watch=session.job_watch,
+    )
+
+
+def _make_reporter(folder: Path, collectives: Collectives) -> Reporter:
+    """Rank 0 reports, also to a file beside those of the run."""
+    if collectives.rank != 0:
+        return Reporter()
+    lines = JsonLinesReporter(folder / "evaluations.jsonl")
+    return CompositeReporter([console_reporter(is_terminal=False), lines])

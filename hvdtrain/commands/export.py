@@ -1,0 +1,80 @@
+"""``python -m hvdtrain export``: a run's model as a file that opens without hvdtrain and Horovod."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import keras
+
+from hvdtrain.commands.building import compile_plainly
+from hvdtrain.commands.config import ExportConfig
+from hvdtrain.commands.session import Session, run_on_ranks
+from hvdtrain.commands.trained_run import TrainedRun, open_run, run_folder
+from hvdtrain.data import evaluation_dataset
+from hvdtrain.errors import DataError, HvdtrainError, UsageError
+from hvdtrain.fault_tolerance.collective_errors import on_first_rank
+from hvdtrain.optim.ema import keep_ema_weights
+from hvdtrain.system.atomic_files import replaced_on_success
+
+_SUFFIXES = {"keras": ".keras", "saved_model": "", "onnx": ".onnx"}
+
+
+def run(config: ExportConfig | None, refused: HvdtrainError | None) -> int:
+    """Exports, or reports on every rank why this one cannot.
+
+    Returns:
+        The exit code.
+    """
+    return run_on_ranks(config, refused, _export)
+
+
+def _export(config: ExportConfig, session: Session) -> None:
+    folder = run_folder(config.run_dir, config.task)
+    target = _target(config, folder)
+    trained = open_run(folder, config.task, config.data_dir, session.collectives)
+    restored = trained.load(config.checkpoint)
+    num_ranks = session.collectives.size
+    on_first_rank(lambda: _write(trained, config.format, target, num_ranks), session.collectives)
+    if session.collectives.rank == 0:
+        with contextlib.suppress(OSError):  # The model is written, whether or not anybody reads this.
+            print(f"{target}: the model of step {restored.step}", flush=True)
+
+
+def _target(config: ExportConfig, folder: Path) -> Path:
+    suffix = _SUFFIXES[config.format]
+    path = Path(config.output) if config.output else folder / f"export{suffix or '_saved_model'}"
+    if suffix and path.suffix != suffix:
+        raise UsageError(f"--output must end in {suffix} for --format {config.format}. Received: {path}")
+    return path
+
+
+def _write(trained: TrainedRun, file_format: str, target: Path, num_ranks: int) -> None:
+    if target.exists():
+        raise DataError(f"--output must not exist yet. Received: {target}, which exists. It was left untouched.")
+    model = trained.model
+    keep_ema_weights(model)
+    compile_plainly(model, trained.config, trained.task, num_ranks)
+    # Keras exports what has been called.
+    x, *_ = next(iter(evaluation_dataset(trained.data.evaluation or trained.data.training, 1, rank=0, size=1)))
+    model(x, training=False)
+    writers: dict[str, Callable[[keras.Model, Path], None]] = {
+        "keras": lambda model, path: model.save(path),
+        "saved_model": lambda model, path: model.export(path, format="tf_saved_model", verbose=False),
+        "onnx": _write_onnx,
+    }
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replaced_on_success(target) as aside:
+            writers[file_format](model, aside)
+    except OSError as error:
+        raise DataError(f"--output must be a place that can be written. Received: {target} ({error})") from error
+
+
+def _write_onnx(model: keras.Model, path: Path) -> None:
+    try:
+        model.export(path, format="onnx", verbose=False)
+    except ImportError as error:
+        raise UsageError(
+            f"--format onnx needs packages that are not installed. Received: {error}. Install them: pip install "
+            "hvdtrain[onnx]"
+        ) from error

@@ -1,0 +1,205 @@
+"""The folder of a run. Rank 0 owns it; the other ranks hold one that writes nothing."""
+
+import fcntl
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+import keras
+
+from hvdtrain.checkpoint.storage import checkpoints_in, require_ours
+from hvdtrain.errors import DataError
+from hvdtrain.loggers.json_lines import JsonLinesReporter
+from hvdtrain.loggers.progress_bar import console_reporter
+from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+from hvdtrain.loggers.tensorboard import TensorBoardReporter
+from hvdtrain.system import environment
+from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success, require_regular, write_text
+from hvdtrain.system.json_files import read_object
+from hvdtrain.system.terminal import report, stdout_is_terminal
+
+_CONFIG, _SUMMARY, _MODEL, _LOCK = "config.json", "summary.json", "model.keras", ".lock"
+_LOCK_TIMEOUT_S = 10.0
+# A job that lost its launcher may still be saving when launch/run --restarts starts it again.
+_LOCK_TIMEOUT_RESTARTED_S = 300.0
+
+
+class RunDirectory(Protocol):
+    """Where a run writes."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def reporter(self) -> Reporter: ...
+
+    def claim(self, resume: str) -> None:
+        """Makes the folder this job's own."""
+
+    def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+        """Configuration and summary of the run that has ended here; None: there is none."""
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the configuration."""
+
+    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+        """Writes the model and the summary."""
+
+
+class NoRunDirectory:
+    """Writes nothing."""
+
+    reporter = Reporter()
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def claim(self, resume: str) -> None:
+        pass
+
+    def finished_run(self) -> None:
+        return None
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        pass
+
+    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+        pass
+
+
+class OwnedRunDirectory:
+    """A folder with the run's configuration, metrics, TensorBoard files, checkpoints, model and summary."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: TextIO | None = None
+        self._config: Mapping[str, Any] | None = None
+        console = console_reporter(stdout_is_terminal())
+        self.reporter: Reporter = CompositeReporter(
+            [
+                console,
+                JsonLinesReporter(path / "metrics.jsonl"),
+                TensorBoardReporter(path / "tensorboard", console),
+            ]
+        )
+
+    def claim(self, resume: str) -> None:
+        """Locks the folder; changes nothing in it.
+
+        Args:
+            resume: see :class:`~hvdtrain.checkpoint.config.CheckpointConfig`.
+
+        Raises:
+            DataError: the path is a file, cannot be written, holds files that no run wrote, is in use by another
+                job, holds a run with ``never`` or none with ``must``.
+        """
+        path = self.path
+        try:
+            holds_run = (path / _CONFIG).is_file() or bool(checkpoints_in(path / "checkpoints"))
+            if path.is_dir() and not holds_run and any(not _is_left_by_start(each) for each in path.iterdir()):
+                raise DataError(
+                    f"--run-dir must be a new folder, an empty one, or that of an earlier run. Received: {path}, which "
+                    "holds something else. It was left untouched; use another folder."
+                )
+            require_ours(path / "checkpoints")
+            if resume == "never" and holds_run:
+                raise DataError(
+                    f"--resume never needs a new folder. Received: {path}, which holds a run. It was left untouched; "
+                    "use another --run-dir, or --resume auto to resume."
+                )
+            if resume == "must" and not checkpoints_in(path / "checkpoints"):
+                raise DataError(f"--resume must needs a run with a checkpoint. Received: {path}, which holds none.")
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(path / _LOCK)
+        except OSError as error:
+            raise DataError(
+                f"--run-dir must be a folder that can be written. Received: {path} ({error}). Use another one."
+            ) from error
+
+    def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+        if not (self.path / _SUMMARY).exists():
+            return None
+        name = _SUMMARY
+        try:
+            summary = read_object(self.path / _SUMMARY)
+            if not isinstance(summary.get("steps"), int):
+                raise ValueError(f"steps must be a whole number, not {summary.get('steps')!r:.40}")
+            name = _CONFIG
+            return read_object(self.path / _CONFIG), summary
+        except (OSError, ValueError) as error:
+            # The last checkpoint has all that is needed to write both files again.
+            report(0, f"{self.path / name} cannot be read ({error}): the run is taken for incomplete.")
+            return None
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Raises DataError if the file system refuses."""
+        self._config = config
+        try:
+            # The summary of an earlier, shorter run would from now on describe weights that are not the folder's.
+            remove(self.path / _SUMMARY)
+            _write_object(self.path / _CONFIG, config)
+        except OSError as error:
+            raise DataError(
+                f"--run-dir must be a folder that can be written. Received: {self.path} ({error}). Free some space or "
+                "change its permissions, and start the job again, or use another folder."
+            ) from error
+
+    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+        """Raises DataError if the file system refuses."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            if self._config is not None and not (self.path / _CONFIG).exists():  # The folder was deleted meanwhile.
+                _write_object(self.path / _CONFIG, self._config)
+            with replaced_on_success(self.path / _MODEL) as aside:
+                model.save(aside)
+            _write_object(self.path / _SUMMARY, summary)
+        except OSError as error:
+            raise DataError(
+                f"the trained model must be writable to {self.path}. Received: {error}. The last checkpoint is "
+                "untouched; free some space, and restart the job to write the model from it."
+            ) from error
+
+
+def _write_object(path: Path, content: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def _is_left_by_start(path: Path) -> bool:
+    """Whether a path is what a start that failed before ``config.json`` was written leaves in a folder."""
+    return path.name == _LOCK or is_temporary(path)
+
+
+def _locked(path: Path) -> TextIO:
+    """Holds a lock for the life of this process, so that no two jobs write to one folder.
+
+    A job that was killed may take a moment to end.
+    """
+    require_regular(path)
+    file = path.open("a")
+    timeout_s = _LOCK_TIMEOUT_RESTARTED_S if environment.restart_number() else _LOCK_TIMEOUT_S
+    deadline_s = time.monotonic() + timeout_s
+    has_reported = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise DataError(
+                    f"--run-dir must be used by one job at a time. Received: {path.parent}, to which another job "
+                    f"has been writing for {timeout_s:g} s. Wait for its end, or use another folder."
+                ) from None
+            if not has_reported:
+                report(0, f"another job writes to {path.parent}; waiting up to {timeout_s:g} s for its end.")
+                has_reported = True
+            time.sleep(0.1)
+        except OSError:
+            return file  # a file system without locks
+        else:
+            return file
+
+
+def open_run_directory(rank: int, path: Path) -> RunDirectory:
+    """The run directory of a rank."""
+    return OwnedRunDirectory(path) if rank == 0 else NoRunDirectory(path)

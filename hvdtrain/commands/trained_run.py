@@ -1,0 +1,115 @@
+"""A run's model, rebuilt from its folder and one of its checkpoints."""
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored, newest_manifest
+from hvdtrain.commands.building import make_model, read_task
+from hvdtrain.commands.config import RunConfig
+from hvdtrain.config.fields import option_names, shown, with_options
+from hvdtrain.data import Data
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import build_optimizer
+from hvdtrain.errors import DataError, UsageError
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.system.json_files import read_object
+from hvdtrain.system.terminal import report
+from hvdtrain.tasks import Task, short_name
+from hvdtrain.tasks.loading import BUILT_IN
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedRun:
+    """A run's configuration and its model, whose weights :meth:`load` restores."""
+
+    config: RunConfig
+    task: Task
+    data: Data
+    model: keras.Model
+    checkpointer: Checkpointer
+
+    def load(self, checkpoint: str | None = None) -> Restored:
+        """Restores the weights of a checkpoint, by default the latest complete one, on every rank.
+
+        Raises:
+            JobError: there is none, with exit code 65.
+        """
+        return self.checkpointer.load(checkpoint)
+
+
+def run_folder(run_dir: str | None, task: str) -> Path:
+    """The folder of a run of a task."""
+    return Path(run_dir or f"runs/{short_name(task)}")
+
+
+def has_ended(folder: Path, step: int) -> bool:
+    """Whether the run in this folder has ended, and this is its last step."""
+    try:
+        return bool(read_object(folder / "summary.json")["steps"] <= step)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def open_run(folder: Path, task_name: str, data_dir: str | None, collectives: Collectives) -> TrainedRun:
+    """Opens a run on every rank; rank 0 reads its folder.
+
+    Args:
+        task_name: the value of ``--task``.
+        data_dir: where the task's data are now; None: where they were.
+
+    Raises:
+        JobError: on every rank: the folder holds no run, or another user's whose task was not named, or the task's
+            data are missing.
+    """
+    values = on_first_rank(lambda: _read_config(folder, task_name), collectives)
+    if data_dir is not None:
+        values["data_dir"] = data_dir
+    config = on_every_rank(lambda: _make_config(values, folder), collectives)
+    task, data = on_every_rank(lambda: read_task(config), collectives)
+    model = on_every_rank(lambda: make_model(config, task, data, collectives), collectives)
+    build_optimizer(model)
+    checkpointer = Checkpointer(folder / "checkpoints", model, collectives=collectives)
+    return TrainedRun(config, task, data, model, checkpointer)
+
+
+def _read_config(folder: Path, task_name: str) -> dict[str, Any]:
+    """Reads config.json or, if it is damaged, the copy of it in the latest intact checkpoint."""
+    source = folder / "config.json"
+    try:
+        values = read_object(folder / "config.json")
+    except (OSError, ValueError) as error:
+        found = newest_manifest(folder / "checkpoints")
+        if found is None or not isinstance(found[1].get("config"), dict):
+            raise DataError(
+                f"--run-dir must be the folder of a run, with its config.json. Received: {folder} ({error})"
+            ) from error
+        report(0, f"{folder / 'config.json'} cannot be read ({error}): used the configuration in {found[0]}.")
+        source, values = found[0], found[1]["config"]
+    _require_trusted(source, values.get("task"), task_name)
+    known = option_names(RunConfig)
+    return {name: value for name, value in values.items() if name in known}
+
+
+def _require_trusted(source: Path, task: object, named: str) -> None:
+    """Raises DataError if a task would be run that another user has chosen."""
+    if task in BUILT_IN or task == named or source.stat().st_uid == os.geteuid():
+        return
+    raise DataError(
+        "the task of another user's run must be named, because its code is executed. Received: "
+        f"{source}, which belongs to user ID {source.stat().st_uid} and names {shown(task)}. Read that code, then add "
+        f"--task {shown(task)}."
+    )
+
+
+def _make_config(values: dict[str, Any], folder: Path) -> RunConfig:
+    try:
+        return with_options(RunConfig(), values)
+    except UsageError as error:
+        raise DataError(
+            f"config.json must hold the options of a run. Received: {folder / 'config.json'}: {error}. Correct it, or "
+            "delete it to use the configuration in the latest checkpoint."
+        ) from error

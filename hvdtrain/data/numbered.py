@@ -1,0 +1,78 @@
+"""Random access: what all sources share whose samples are read by number."""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data.pipeline import Augment, map_samples, random_access_evaluation, random_access_training
+from hvdtrain.data.sample_plan import SamplePlan, shard_batches
+from hvdtrain.data.source import BadSample
+
+Parts = tuple[Any, ...]
+"""``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; each a structure of arrays or tensors."""
+
+
+class NumberedSource(abc.ABC):
+    """A source that reads any batch of sample numbers."""
+
+    keeps_order = False
+    can_change = False
+    bad_samples: Sequence[BadSample] = ()
+    num_samples: int
+    has_sample_weights: bool
+
+    def __init__(self, augment: Augment | None = None):
+        self._augment = augment
+
+    @abc.abstractmethod
+    def _read(self, numbers: tf.Tensor) -> Parts:
+        """The batch with these samples; called while a dataset is traced."""
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Facts that must be equal on all ranks."""
+
+    def check_unchanged(self) -> None:  # noqa: B027
+        """Does nothing: there are no files that hvdtrain knows of."""
+
+    def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
+        """Returns an empty list: nothing is parsed."""
+        return []
+
+    def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
+        return random_access_training(self._read_augmented, plan, first_micro_batch, excluded)
+
+    def evaluation_batches(
+        self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
+    ) -> tf.data.Dataset:
+        batches = shard_batches(self.num_samples, batch_size, rank, size, excluded)
+        return random_access_evaluation(lambda numbers: as_keras_packs(self._read(numbers)), batches, first_batch)
+
+    def _read_augmented(self, numbers: tf.Tensor, seeds: tf.Tensor) -> Any:
+        parts = self._read(numbers)
+        if self._augment is not None:
+            augment = self._augment
+            if len(parts) == 1:
+                parts = map_samples(lambda x, seed: (augment(x, None, seed)[0],), parts[0], seeds)
+            else:
+                parts = (*map_samples(augment, parts[0], parts[1], seeds), *parts[2:])
+        return as_keras_packs(parts)
+
+
+def as_keras_packs(parts: Parts) -> Any:
+    """What ``train_step`` receives from ``model.fit`` for the same data: x alone is not in a tuple."""
+    return keras.utils.pack_x_y_sample_weight(*parts)
+
+
+def read_with_numpy(read: Any, numbers: tf.Tensor, specs: Sequence[tf.TensorSpec]) -> list[tf.Tensor]:
+    """A Python function of sample numbers that returns NumPy arrays, as part of a dataset."""
+    if not specs:
+        return []
+    tensors = tf.numpy_function(read, [numbers], [spec.dtype for spec in specs])
+    for tensor, spec in zip(tensors, specs, strict=True):
+        tensor.set_shape(spec.shape)
+    return list(tensors)

@@ -1,0 +1,186 @@
+"""Samples of any object with a length and an index: one by one, or in the batches of a PyDataset."""
+
+import functools
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data.numbered import NumberedSource, Parts, read_with_numpy
+from hvdtrain.data.pipeline import Augment
+from hvdtrain.data.source import BadSample
+from hvdtrain.errors import DataError, UsageError
+
+_SAMPLES_COMPARED = 16
+_BATCHES_KEPT = 4
+
+
+class RandomAccess(NumberedSource):
+    """Samples of an object with ``len(samples)`` and ``samples[number]``.
+
+    Each rank reads its share, batch by batch, on other threads; one call at a time. A sample that cannot be read is
+    skipped up to the quota of ``bad_samples``.
+
+    Args:
+        samples: the same on every rank. ``samples[number]`` returns x, ``(x, y)`` or ``(x, y, sample_weight)``, all
+            samples with the same structure, shapes and dtypes.
+        augment: as for :class:`~hvdtrain.data.Arrays`.
+
+    Raises:
+        DataError: there are no samples, or the first one cannot be read.
+        UsageError: it has no length, or samples are tuples of another length.
+    """
+
+    def __init__(self, samples: Any, *, augment: Augment | None = None):
+        super().__init__(augment)
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
+            raise UsageError(
+                f"samples must have a length and an index. Received: {type(samples).__name__}. For a tf.data.Dataset, "
+                "use hvdtrain.data.Stream."
+            )
+        self._samples = samples
+        self._lock = threading.Lock()
+        self.num_samples = len(samples)
+        if self.num_samples == 0:
+            raise DataError("there must be at least one sample. Received: none")
+        try:
+            self._structure = _parts_of(samples[0])
+        except (OSError, ValueError) as error:
+            raise DataError(
+                "the first sample must be readable: it shows shapes and dtypes. Received: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._specs = [tf.type_spec_from_value(tf.constant(each)) for each in tf.nest.flatten(self._structure)]
+        self.has_sample_weights = len(self._structure) == 3
+
+    def facts(self) -> dict[str, Any]:
+        """The number of samples and a digest of 16 of them."""
+        numbers = np.unique(np.linspace(0, self.num_samples - 1, _SAMPLES_COMPARED).astype(np.int64))
+        readable = set(map(int, numbers)) - {each.number for each in self.find_bad(numbers)}
+        return {"samples": self.num_samples, "digest": _digest(self._one(number) for number in sorted(readable))}
+
+    def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
+        """Reads each of these samples separately and returns those that fail."""
+        bad = []
+        for number in map(int, numbers):
+            try:
+                self._one(number)
+            except Exception as error:
+                bad.append(BadSample(number, f"sample {number}", f"{type(error).__name__}: {error}"))
+        return bad
+
+    def _one(self, number: int) -> list[np.ndarray]:
+        with self._lock:
+            sample = _parts_of(self._samples[number])
+        tf.nest.assert_same_structure(self._structure, sample)
+        flat = _arrays(sample, self._specs)
+        for each, spec in zip(flat, self._specs, strict=True):
+            if not spec.shape.is_compatible_with(each.shape):
+                raise DataError(
+                    f"all samples must have the same shapes. Received: {each.shape} in sample {number}, {spec.shape} "
+                    "in the first"
+                )
+        return flat
+
+    def _read(self, numbers: tf.Tensor) -> Parts:
+        def read(batch: np.ndarray) -> list[np.ndarray]:
+            columns = zip(*(self._one(int(number)) for number in batch), strict=True)
+            return [np.stack(column) for column in columns]
+
+        specs = [tf.TensorSpec((None, *spec.shape), spec.dtype) for spec in self._specs]
+        return tf.nest.pack_sequence_as(self._structure, read_with_numpy(read, numbers, specs))
+
+
+class Batches(NumberedSource):
+    """The samples of a ``keras.utils.PyDataset``, in its order.
+
+    A sample's number is its place in the sequence of batches. Each rank reads the batches that hold its samples, so
+    that ranks read a batch together if it is larger than theirs.
+
+    Args:
+        dataset: the same on every rank; all batches but the last have the same size.
+
+    Raises:
+        DataError: it has no batches, or they have different sizes.
+        UsageError: it is endless, or changes between epochs.
+    """
+
+    keeps_order = True
+
+    def __init__(self, dataset: keras.utils.PyDataset):
+        super().__init__()
+        kind = type(dataset)
+        for hook in ("on_epoch_begin", "on_epoch_end"):
+            if getattr(kind, hook) is not getattr(keras.utils.PyDataset, hook):
+                raise UsageError(
+                    f"a PyDataset must yield the same batches in every epoch. Received: {kind.__name__}, which has "
+                    f"{hook}. Pass single samples through hvdtrain.data.RandomAccess, which shuffles them."
+                )
+        if dataset.num_batches is None:
+            raise UsageError(f"a PyDataset must have a length. Received: {kind.__name__} without one.")
+        if dataset.num_batches == 0:
+            raise DataError(f"a PyDataset must have at least one batch. Received: {kind.__name__} without any.")
+        self._dataset = dataset
+        self._lock = threading.Lock()
+        self._batch = functools.lru_cache(_BATCHES_KEPT)(self._read_batch)
+        first, last = _parts_of(dataset[0]), _parts_of(dataset[dataset.num_batches - 1])
+        self._structure = first
+        flat = [np.asarray(each) for each in tf.nest.flatten(first)]
+        self._specs = [tf.TensorSpec((None, *each.shape[1:]), tf.constant(each[:1]).dtype) for each in flat]
+        self._batch_size = len(flat[0])
+        self.num_samples = (dataset.num_batches - 1) * self._batch_size + len(tf.nest.flatten(last)[0])
+        self.has_sample_weights = len(first) == 3
+
+    def facts(self) -> dict[str, Any]:
+        """The number of samples and a digest of the first and the last batch."""
+        batches = (self._batch(i) for i in (0, self._dataset.num_batches - 1))
+        return {"samples": self.num_samples, "digest": _digest(batches)}
+
+    def _read_batch(self, index: int) -> list[np.ndarray]:
+        arrays = _arrays(_parts_of(self._dataset[index]), self._specs)
+        expected = min(self._batch_size, self.num_samples - index * self._batch_size)
+        if {len(each) for each in arrays} != {expected}:
+            raise DataError(
+                f"all batches of a PyDataset but the last must have the same size. Received: {len(arrays[0])} samples "
+                f"in batch {index}, {self._batch_size} in the first"
+            )
+        return arrays
+
+    def _read(self, numbers: tf.Tensor) -> Parts:
+        def read(batch: np.ndarray) -> list[np.ndarray]:
+            indices, places = np.divmod(batch, self._batch_size)
+            with self._lock:
+                pieces = [
+                    [array[places[indices == index]] for array in self._batch(int(index))]
+                    for index in np.unique(indices)
+                ]
+            return [np.concatenate(column) for column in zip(*pieces, strict=True)]
+
+        return tf.nest.pack_sequence_as(self._structure, read_with_numpy(read, numbers, self._specs))
+
+
+def _parts_of(sample: Any) -> Parts:
+    parts = sample if isinstance(sample, tuple) else (sample,)
+    if len(parts) not in (1, 2, 3):
+        raise UsageError(
+            f"a sample must be x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(parts)}. Put several "
+            "inputs into a list or dict."
+        )
+    return parts
+
+
+def _arrays(parts: Parts, specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
+    flat = tf.nest.flatten(parts)
+    return [np.asarray(each, spec.dtype.as_numpy_dtype) for each, spec in zip(flat, specs, strict=True)]
+
+
+def _digest(samples: Any) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        for each in sample:
+            digest.update(tf.io.serialize_tensor(tf.constant(each)).numpy())
+    return digest.hexdigest()[:12]

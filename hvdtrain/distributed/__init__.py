@@ -1,0 +1,1 @@
+"""What ranks do together: collectives over Horovod, gradient reduction, and replicas that stay consistent."""

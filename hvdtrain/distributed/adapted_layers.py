@@ -1,0 +1,116 @@
+"""Layers with an ``adapt`` method, such as Normalization: what they compute with is not only in their variables."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed.agreement import ranks_text
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.errors import DivergenceError
+from hvdtrain.system import network
+
+_VOCABULARY, _IDF_WEIGHTS = "get_vocabulary()", "idf_weights"
+_PLAIN = (bool, int, float, str, bytes, np.ndarray, np.generic)
+
+
+def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
+    """Gives the layers of every rank the state of rank 0's; all ranks must call it, after they share variables.
+
+    Lookup tables, and attributes that are numbers, strings, arrays or lists of these: Keras' layers with ``adapt`` have
+    no other state, and a user's own should have none.
+
+    Raises:
+        DivergenceError: on every rank: vocabularies have different sizes, on which the model's shapes depend.
+    """
+    layers = _adaptable(model)
+    if not layers or collectives.size == 1:
+        return
+    own = [_state(layer) for layer in layers]
+    states = collectives.allgather(own)
+    for i, layer in enumerate(layers):
+        sizes = [len(each[i].get(_VOCABULARY, [])) for each in states]
+        if len(set(sizes)) > 1 and layer.output_mode != "int" and not layer.pad_to_max_tokens:
+            found = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+            raise DivergenceError(
+                f"replicas must be equal. The number of words of layer {layer.name!r}, on which shapes depend, is "
+                f"{found}. Adapt it on the same data on every rank."
+            )
+    for layer, before, state in zip(layers, own, states[0], strict=True):
+        _assign(layer, before, state)
+
+
+def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, step: int) -> None:
+    """Compares what layers with ``adapt`` compute with; all ranks must call it.
+
+    Raises:
+        DivergenceError: on every rank, naming the rank, the layer and the attribute that differ.
+    """
+    layers = _adaptable(model)
+    if not layers or collectives.size == 1:
+        return
+    own = [{name: _digest(value) for name, value in _state(layer).items()} for layer in layers]
+    gathered = collectives.allgather((network.host_name(), own))
+    hosts, states = [host for host, _ in gathered], [each for _, each in gathered]
+    for i, layer in enumerate(layers):
+        for name in sorted({name for each in states for name in each[i]}):
+            values = [each[i].get(name, b"") for each in states]
+            usual = max(values, key=values.count)
+            others = [rank for rank, value in enumerate(values) if value != usual]
+            if others:
+                raise DivergenceError(
+                    f"replicas must be equal. At step {step} {name} of layer {layer.name!r} of "
+                    f"{ranks_text(others, hosts)} differs from the other ranks'. Adapt layers before "
+                    "hvdtrain.broadcast(model), on the same data or on any: all ranks then have rank 0's."
+                )
+
+
+def _adaptable(model: keras.Model) -> list[keras.layers.Layer]:
+    return [layer for layer in model._flatten_layers() if hasattr(layer, "adapt")]
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    state = {name: _plain(value) for name, value in vars(layer).items() if not name.startswith("_") and name != "name"}
+    state = {name: value for name, value in state.items() if value is not None}
+    if isinstance(layer, keras.layers.IntegerLookup | keras.layers.StringLookup) and int(layer.lookup_table.size()):
+        vocabulary = layer.get_vocabulary(include_special_tokens=False)
+        state[_VOCABULARY] = [str(each) if isinstance(each, str) else int(each) for each in vocabulary]
+        if layer.output_mode == "tf_idf":
+            first = layer.vocabulary_size() - len(vocabulary)
+            state[_IDF_WEIGHTS] = layer.idf_weights.numpy()[first : first + len(vocabulary)]
+    return state
+
+
+def _assign(layer: Any, before: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Replaces what differs, so that attributes keep their types and objects wherever they can."""
+    changed = {name: value for name, value in state.items() if _digest(value) != _digest(before.get(name))}
+    if _VOCABULARY in changed or _IDF_WEIGHTS in changed:
+        layer.set_vocabulary(state[_VOCABULARY], idf_weights=state.get(_IDF_WEIGHTS))
+    for name, value in changed.items():
+        if name not in (_VOCABULARY, _IDF_WEIGHTS):
+            current = vars(layer).get(name)
+            setattr(layer, name, tf.constant(value, current.dtype) if tf.is_tensor(current) else value)
+
+
+def _plain(value: Any) -> Any:
+    """The value if it can be sent and compared, a tensor as an array; None if not."""
+    if isinstance(value, keras.Variable | tf.Variable):
+        return None  # broadcast and compared with the model's other variables
+    if tf.is_tensor(value):
+        return value.numpy() if hasattr(value, "numpy") else None
+    if isinstance(value, list | tuple):
+        # A new list: Keras' own kind cannot be sent.
+        plain: Any = list(value) if isinstance(value, list) else tuple(value)
+        return plain if all(isinstance(each, _PLAIN) for each in value) else None
+    return value if isinstance(value, _PLAIN) else None
+
+
+def _digest(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        content = f"{value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+    else:
+        content = repr(value).encode()
+    return hashlib.sha256(content).digest()

@@ -1,0 +1,48 @@
+"""Refuses to train when ranks were started with different options, code, data or models."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.errors import DisagreementError
+from hvdtrain.system import network
+
+_MAX_DIFFERENCES = 5
+
+
+def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collectives) -> None:
+    """Compares facts over ranks; all ranks must call it.
+
+    Raises:
+        DisagreementError: on every rank, with the differences, if a fact is not the same everywhere.
+    """
+    gathered = collectives.allgather((network.host_name(), dict(facts)))
+    hosts, all_facts = [host for host, _ in gathered], [each for _, each in gathered]
+    differences = []
+    for key in sorted({key for each in all_facts for key in each}):
+        by_value: dict[str, list[int]] = {}
+        for rank, each in enumerate(all_facts):
+            by_value.setdefault(repr(each.get(key, "missing")), []).append(rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value} on {ranks_text(ranks, hosts)}" for value, ranks in by_value.items())
+            differences.append(f"{key}: {values}")
+    if differences:
+        num_more = len(differences) - _MAX_DIFFERENCES
+        more = f"; and {num_more} more" if num_more > 0 else ""
+        raise DisagreementError(
+            f"all ranks must have the same {what}. Received: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}. "
+            "Start every rank with the same command, code and files."
+        )
+
+
+def ranks_text(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """``ranks 1, 3``, with their hosts if the job has several.
+
+    Args:
+        hosts: the host of each rank of the job.
+    """
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    if len(set(hosts)) == 1:
+        return named
+    theirs = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"{named} (host{'s' if len(theirs) > 1 else ''} {', '.join(theirs)})"

@@ -1,0 +1,52 @@
+"""Mean and variance of a batch over the samples of all ranks, for batch normalization.
+
+Means and squared deviations are merged as in Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
+computing sample variances", 1979.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.distributed.collectives import Collectives
+
+Moments = Callable[[tf.Tensor, tf.Tensor | None], tuple[tf.Tensor, tf.Tensor]]
+
+
+def moments_over_ranks(
+    layer: Any, name: str, collectives: Collectives, sample_weight: Callable[[], tf.Tensor | None]
+) -> Moments:
+    """A function with which a BatchNormalization layer computes mean and variance over the samples of all ranks.
+
+    Args:
+        layer: gives the axes to reduce.
+        name: of the collective, the same on every rank.
+        sample_weight: while a step is traced, the weight of this rank's samples; 0 leaves them out.
+    """
+
+    def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        axes, channels = layer._reduction_axes, inputs.shape[layer.axis]
+        if mask is None:
+            count = tf.cast(tf.size(inputs), inputs.dtype) / channels
+            mean, variance = tf.nn.moments(inputs, axes)
+        else:
+            # As in Keras, masked positions are left out.
+            weights = tf.cast(mask[..., tf.newaxis], inputs.dtype) * tf.ones_like(inputs)
+            count = tf.reduce_sum(weights) / channels
+            mean = tf.reduce_sum(inputs * weights, axes) / tf.maximum(count, 1)
+            shape = [1] * len(inputs.shape)
+            shape[layer.axis] = channels
+            deviation = (inputs - tf.reshape(mean, shape)) * weights
+            variance = tf.reduce_sum(tf.square(deviation), axes) / tf.maximum(count, 1)
+        weight = sample_weight()
+        if weight is not None:
+            count *= tf.cast(weight > 0, count.dtype)
+        rows = collectives.gather_rows(tf.concat([count[tf.newaxis], mean, variance], axis=0), name)
+        counts, means, variances = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+        total = tf.reduce_sum(counts)
+        mean = tf.reduce_sum(counts * means, axis=0) / total
+        variance = tf.reduce_sum(counts * (variances + tf.square(means - mean)), axis=0) / total
+        return mean, variance
+
+    return moments

@@ -1,0 +1,73 @@
+"""The operations that all ranks perform together: a protocol, so that tests can count and replace them."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import GradientReducer
+
+
+class Collectives(Protocol):
+    """Collective operations: all ranks must call them, in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+    @property
+    def cross_rank(self) -> int: ...
+    @property
+    def cross_size(self) -> int: ...
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Each array summed over ranks; shapes and dtypes must be the same on every rank."""
+
+    def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        """Each tensor summed over ranks, on its device; on any thread, one call of a name at a time."""
+
+    def host_collectives(self) -> "Collectives":
+        """The collectives of the ranks on this rank's host; all ranks must call it.
+
+        Horovod must have been started with ``hvdtrain.init(process_sets=True)``.
+        """
+
+    def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
+        """The sum by a bare MPI_Allreduce, for comparison; None if MPI does not connect the ranks."""
+
+    def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
+        """Overwrites the variables with those of ``root_rank``."""
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The picklable value of each rank, in rank order."""
+
+    def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Sends one vector of bytes to each rank; returns the one from each rank, in rank order.
+
+        Unlike :meth:`allgather`, only the receiver holds a vector. Lengths may differ and be 0; those that one rank
+        sends or receives must be less than 2 GiB together.
+        """
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+
+    def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
+        """A function that reduces the gradients of one step over ranks; it works inside a tf.function.
+
+        Ranks must first call their reducers in the same order: that order names the reductions.
+        """
+
+    def all_true(self, value: tf.Tensor) -> tf.Tensor:
+        """A scalar that is true if it is true on every rank; it works inside a tf.function."""
+
+    def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
+        """Every rank's vector, shape ``[n]``, as the rows of one matrix ``[size, n]``.
+
+        It works inside a tf.function and has a gradient. ``name`` identifies the call site.
+        """

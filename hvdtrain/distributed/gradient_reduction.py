@@ -1,0 +1,90 @@
+"""Gradients, dense or sparse, before and after their reduction over ranks."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import tensorflow as tf
+
+from hvdtrain.distributed.config import ReductionConfig
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducedGradients:
+    """Gradients after their reduction, still in the buckets in which they were sent."""
+
+    sent: Sequence[tf.Tensor]
+    """This rank's own buckets, before the reduction."""
+    buckets: Sequence[tf.Tensor]
+    """The reduced buckets; for sparse gradients, the values of all ranks."""
+    unpack: Callable[[Sequence[tf.Tensor]], list[Gradient]]
+    """Takes the gradients out of buckets."""
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        return self.unpack(self.buckets)
+
+
+GradientReducer = Callable[[Sequence[Gradient]], ReducedGradients]
+
+
+def single_rank_reducer(config: ReductionConfig) -> GradientReducer:
+    """The reduction of a single rank: it sends nothing, and treats sparse gradients as on many ranks."""
+    makes_dense = config.sparse_as_dense or config.op == "adasum"
+
+    def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
+        return unreduced([tf.convert_to_tensor(each) if makes_dense else with_unique_rows(each) for each in gradients])
+
+    return reduce
+
+
+def unreduced(gradients: Sequence[Gradient]) -> ReducedGradients:
+    """Gradients that were not sent: each is a bucket of its own."""
+
+    def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
+        return [with_values(gradient, bucket) for gradient, bucket in zip(gradients, buckets, strict=True)]
+
+    own = [values_of(each) for each in gradients]
+    return ReducedGradients(own, own, unpack)
+
+
+def is_sparse(gradient: Gradient) -> bool:
+    """Whether a gradient is that of an embedding, which holds only the rows that were used."""
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def values_of(gradient: Gradient) -> tf.Tensor:
+    """The elements of a gradient; of a sparse one, those of the rows that were used."""
+    return gradient.values if is_sparse(gradient) else gradient
+
+
+def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
+    """A gradient with other values; of a sparse one, for the same rows."""
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse(gradient) else values
+
+
+def with_unique_rows(gradient: Gradient) -> Gradient:
+    """The same gradient with each row of a sparse one once; a dense one as it is.
+
+    A row that a batch uses twice is in an embedding's gradient twice, and one that two ranks use is in their
+    concatenated gradients twice. Norms, and optimizers that square the gradient, need its sum.
+    """
+    if not is_sparse(gradient):
+        return gradient
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
+    """The mean over the samples that were not left out.
+
+    Args:
+        reduced: the last gradient is a scalar, the weight of each rank's samples, whose mean over ranks is less than 1
+            if samples were left out.
+    """
+    weight = tf.convert_to_tensor(reduced.gradients[-1])
+    buckets = [bucket * tf.cast(tf.math.divide_no_nan(1.0, weight), bucket.dtype) for bucket in reduced.buckets]
+    return ReducedGradients(reduced.sent, buckets, lambda buckets: reduced.unpack(buckets)[:-1])

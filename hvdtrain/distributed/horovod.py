@@ -1,0 +1,328 @@
+"""The collectives over Horovod. The only module that imports horovod or mpi4py."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed.bounded_messages import blocks, in_pieces, piece_bounds
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_buckets import bucket_layout
+from hvdtrain.distributed.gradient_reduction import (
+    Gradient,
+    GradientReducer,
+    ReducedGradients,
+    is_sparse,
+    single_rank_reducer,
+    with_unique_rows,
+    with_values,
+)
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
+from hvdtrain.system import devices, environment, network
+from hvdtrain.system.launcher import Launcher
+
+
+class HorovodCollectives:
+    """Ring allreduce and other collectives over MPI, NCCL or Gloo, whichever Horovod was started with."""
+
+    def __init__(self, launcher: Launcher):
+        # Imported here, not above: loading Horovod's library takes time and needs MPI's.
+        import horovod.tensorflow as hvd
+
+        with environment.horovod_start_environment(launcher):
+            hvd.init()
+        self._hvd = hvd
+        # Ranks must use the same names. TensorFlow's scopes hold the names of optimizers, which Keras numbers: a rank
+        # that has made another one before would wait for the others forever.
+        self._call_options: dict[str, Any] = {"ignore_name_scope": True}
+        self._compiled_sums: dict[str, Callable[..., Any]] = {}
+        self._num_reducers = 0
+        if hvd.size() < launcher.size:
+            raise UsageError(
+                f"all ranks must be connected. {launcher.name} started {launcher.size}, but MPI connects {hvd.size()}: "
+                "each would train on its own. Launch with the mpirun of the MPI that Horovod was built with (see "
+                "python -m hvdtrain doctor)."
+            )
+
+    @property
+    def rank(self) -> int:
+        return self._hvd.rank()
+
+    @property
+    def size(self) -> int:
+        return self._hvd.size()
+
+    @property
+    def local_rank(self) -> int:
+        return self._hvd.local_rank()
+
+    @property
+    def local_size(self) -> int:
+        return self._hvd.local_size()
+
+    @property
+    def cross_rank(self) -> int:
+        return self._hvd.cross_rank()
+
+    @property
+    def cross_size(self) -> int:
+        return self._hvd.cross_size()
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        arrays = [np.asarray(array) for array in arrays]
+        if self.size == 1:
+            return [array.copy() for array in arrays]
+        # One allreduce for each dtype: a small one takes only latency.
+        totals: list[np.ndarray] = list(arrays)
+        for dtype in sorted({str(array.dtype) for array in arrays}):
+            members = [i for i, array in enumerate(arrays) if str(array.dtype) == dtype]
+            flat = np.concatenate([arrays[i].ravel() for i in members])
+            if flat.size:
+                flat = self._allreduce(tf.constant(flat), self._hvd.Sum, f"hvdtrain_sum_{dtype}").numpy()
+            ends = np.cumsum([arrays[i].size for i in members])
+            for i, end in zip(members, ends, strict=True):
+                totals[i] = flat[end - arrays[i].size : end].reshape(arrays[i].shape)
+        return totals
+
+    def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
+        if self.size == 1:
+            return list(tensors)
+        # Compiled, because only then does Horovod use the name: eager operations all share one, and two threads
+        # that use it at the same time fail.
+        if name not in self._compiled_sums:
+
+            def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+                return [self._allreduce(each, self._hvd.Sum, f"{name}_{i}") for i, each in enumerate(tensors)]
+
+            self._compiled_sums[name] = _compiled(reduce)
+        return self._compiled_sums[name](list(tensors))
+
+    def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
+        if not self._hvd.mpi_enabled():
+            return None
+        from mpi4py import MPI  # not above: it loads MPI, which a job over Gloo may not have
+
+        total = np.empty_like(array)
+        MPI.COMM_WORLD.Allreduce(array, total)
+        return total
+
+    def host_collectives(self) -> Collectives:
+        if self.local_size == self.size:
+            return self
+        # If hosts have different numbers of ranks, cross_rank does not identify them.
+        host = self.cross_rank if self._hvd.is_homogeneous() else network.host_name()
+        hosts = self.allgather(host)
+        groups = [[rank for rank, each in enumerate(hosts) if each == host] for host in sorted(set(hosts))]
+        # Every rank adds all sets: Horovod numbers them in the order in which they are added.
+        sets = [self._hvd.add_process_set(group) for group in groups if len(group) > 1]
+        mine = [each for each in sets if self.rank in each.ranks]
+        return ProcessSetCollectives(self, mine[0]) if mine else SingleProcessCollectives(self.rank)
+
+    def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
+        if self.size == 1:
+            return
+        hvd, call_options = self._hvd, self._call_options
+
+        def send(tensor: tf.Tensor, name: str) -> tf.Tensor:
+            # As bytes: Horovod broadcasts neither bfloat16 nor uint32.
+            is_bool = tensor.dtype == tf.bool
+            sent = tensor if is_bool else tf.bitcast(tensor, tf.uint8)
+            received = hvd.broadcast(sent, root_rank, name=name, **call_options)
+            return received if is_bool else tf.bitcast(received, tensor.dtype)
+
+        def overwrite() -> None:
+            for i, variable in enumerate(variables):
+                for j, block in enumerate(blocks(variable.shape, variable.dtype.size)):
+                    name = f"hvdtrain_broadcast_{i}_{j}"
+                    # In place: a variable of several messages must not be in memory twice.
+                    if block:
+                        variable[block].assign(send(variable[block], name))
+                    else:
+                        variable.assign(send(variable.value(), name))
+
+        _compiled(overwrite)()
+
+    def allgather(self, value: Any) -> list[Any]:
+        if self.size == 1:
+            return [value]
+        # Not Horovod's allgather_object: it counts the bytes of all ranks together in 32 bits.
+        own = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
+        sizes = self._allgather(np.array([own.size]), "hvdtrain_allgather_sizes")
+        received = [bytearray() for _ in sizes]
+        for start, end in piece_bounds(int(max(sizes)), element_bytes=self.size):
+            together = self._allgather(own[start:end], "hvdtrain_allgather")
+            ends = np.cumsum(np.clip(sizes - start, 0, end - start))
+            for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
+                each += part.data
+        return [pickle.loads(each) for each in received]
+
+    def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
+        return self._hvd.allgather(tf.constant(array), name=name, **self._call_options).numpy()
+
+    def _allreduce(self, tensor: tf.Tensor, op: Any, name: str, **options: Any) -> tf.Tensor:
+        """An allreduce of a tensor of any size and float dtype.
+
+        Horovod does not know bfloat16, and a sum of float16 overflows with few ranks: both are summed in float32.
+        """
+
+        def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
+            return self._hvd.allreduce(piece, op=op, name=name + suffix, **options, **self._call_options)
+
+        is_half = tensor.dtype in (tf.bfloat16, tf.float16)
+        return tf.cast(in_pieces(tf.cast(tensor, tf.float32) if is_half else tensor, send), tensor.dtype)
+
+    def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        if self.size == 1:
+            return list(pieces)
+        with tf.device("CPU"):
+            sent = tf.constant(np.concatenate(pieces))
+            lengths = tf.constant([len(piece) for piece in pieces], tf.int32)
+            received, lengths = self._hvd.alltoall(sent, lengths, name="hvdtrain_alltoall", **self._call_options)
+        return np.split(np.asarray(received), np.cumsum(lengths.numpy())[:-1])
+
+    def barrier(self) -> None:
+        # Horovod has no barrier for TensorFlow.
+        self.sum([np.zeros(1, np.float32)])
+
+    def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
+        if self.size == 1:
+            return single_rank_reducer(config)
+        hvd = self._hvd
+        compressor = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.compression]
+        if config.op == "adasum":
+            return self._adasum_reducer(compressor)
+        reduce_op = {"average": hvd.Average, "sum": hvd.Sum}[config.op]
+        divisor = self.size if config.op == "average" else 1
+        name = ""
+
+        def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
+            nonlocal name
+            name = name or self._next_reducer_name()
+            sparse = [] if config.sparse_as_dense else [i for i, each in enumerate(gradients) if is_sparse(each)]
+            dense = [i for i in range(len(gradients)) if i not in sparse]
+            if config.groups is not None and config.groups > len(dense):
+                raise UsageError(
+                    f"groups must be at most the number of dense gradients. Received: {config.groups} for {len(dense)}"
+                )
+            tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
+            layout = bucket_layout(tensors, config.groups)
+            packed = layout.pack(tensors)
+            # With one core nothing can be hidden behind the backward pass: a reduction meanwhile interrupts it.
+            sent_together = self.size == self.local_size and devices.computes_on_one_core()
+            with tf.control_dependencies(packed if sent_together else []):
+                buckets = [
+                    self._allreduce(each, reduce_op, f"{name}_{i}", compression=compressor)
+                    for i, each in enumerate(packed)
+                ]
+            gathered = [self._gather_slices(gradients[i], divisor, f"{name}_rows_{i}") for i in sparse]
+
+            def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
+                found = dict(zip(dense, layout.unpack(buckets[: len(packed)]), strict=True))
+                values = buckets[len(packed) :]
+                found |= {i: with_values(all_, each) for i, all_, each in zip(sparse, gathered, values, strict=True)}
+                return [found[i] for i in range(len(gradients))]
+
+            sent = [*packed, *(gradients[i].values for i in sparse)]
+            return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack)
+
+        return reduce
+
+    def _next_reducer_name(self) -> str:
+        self._num_reducers += 1
+        return f"hvdtrain_gradients_{self._num_reducers}"
+
+    def _gather_slices(self, own: tf.IndexedSlices, divisor: int, name: str) -> tf.IndexedSlices:
+        """The sum over ranks of a sparse gradient, divided by ``divisor``; each row once."""
+        own = with_unique_rows(own)  # fewer rows to send
+        is_bfloat16 = own.values.dtype == tf.bfloat16
+        values = self._hvd.allgather(
+            tf.cast(own.values, tf.float32) if is_bfloat16 else own.values, name=f"{name}_values", **self._call_options
+        )
+        rows = self._hvd.allgather(own.indices, name=f"{name}_indices", **self._call_options)
+        values = tf.cast(values, own.values.dtype) / divisor
+        return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
+
+    def _adasum_reducer(self, compressor: Any) -> GradientReducer:
+        hvd = self._hvd
+        if self.size & (self.size - 1):
+            raise UsageError(
+                f"op='adasum' needs a number of ranks that is a power of 2. Received: {self.size}. Use op='average'."
+            )
+        if not hvd.mpi_enabled():
+            raise UsageError("op='adasum' needs MPI. This job runs over Gloo: launch with mpirun, or horovodrun --mpi.")
+
+        def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
+            # One by one: Adasum uses the angle between two ranks' gradients of each variable.
+            tensors = [tf.convert_to_tensor(gradient) for gradient in gradients]
+            reduced = [
+                hvd.allreduce(each, op=hvd.Adasum, compression=compressor, **self._call_options) for each in tensors
+            ]
+            return ReducedGradients(tensors, reduced, list)
+
+        return reduce
+
+    def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
+        hvd, rank, size, call_options = self._hvd, self.rank, self.size, self._call_options
+
+        @tf.custom_gradient
+        def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            is_bfloat16 = own.dtype == tf.bfloat16
+            sent = tf.cast(own, tf.float32) if is_bfloat16 else own
+            rows = hvd.allgather(sent[tf.newaxis], name=name, **call_options)
+            rows.set_shape([size, own.shape[0]])
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                # Every rank's loss depends on this rank's row.
+                return self._allreduce(upstream, hvd.Sum, f"{name}_gradient")[rank]
+
+            return tf.cast(rows, own.dtype), gradient
+
+        return gather(row)
+
+    def all_true(self, value: tf.Tensor) -> tf.Tensor:
+        flag = self._hvd.allreduce(
+            tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true", **self._call_options
+        )
+        return tf.cast(flag, tf.bool)
+
+
+class ProcessSetCollectives(HorovodCollectives):
+    """The collectives of the ranks of one host, a Horovod process set."""
+
+    def __init__(self, world: HorovodCollectives, process_set: Any):
+        self._hvd = world._hvd
+        self._call_options = {**world._call_options, "process_set": process_set}
+        self._compiled_sums = {}
+        self._num_reducers = 0
+
+    @property
+    def rank(self) -> int:
+        return self.local_rank
+
+    @property
+    def size(self) -> int:
+        return self.local_size
+
+    @property
+    def cross_rank(self) -> int:
+        return 0
+
+    @property
+    def cross_size(self) -> int:
+        return 1
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled, its operations run in parallel; without AutoGraph, which took most of the time of a small broadcast."""
+    return tf.function(tf.autograph.experimental.do_not_convert(function))
+
+
+def build_facts() -> dict[str, bool]:
+    """What Horovod was built with."""
+    import horovod.tensorflow as hvd
+
+    return {"MPI": bool(hvd.mpi_built()), "Gloo": bool(hvd.gloo_built()), "NCCL": bool(hvd.nccl_built())}

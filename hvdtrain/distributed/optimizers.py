@@ -1,0 +1,85 @@
+"""The optimizers of a model: its own, those among its attributes, and those inside wrappers."""
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+
+# Of the optimizer that compile() makes without an argument.
+_DEFAULT_CONFIG = {**keras.optimizers.RMSprop(name="default").get_config(), "name": None}
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that a model trains with.
+
+    A model with a ``train_step`` of its own may keep several, as attributes. ``compile()`` without an argument then
+    adds an RMSprop that nothing uses: it is left out.
+    """
+    own = getattr(model, "optimizer", None)
+    others = [each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer) and each is not own]
+    others = list({id(each): each for each in others}.values())
+    if own is None or (others and _is_default(own)):
+        return others
+    return [own, *others]
+
+
+def build_optimizer(model: keras.Model) -> None:
+    """Creates the variables of a model's only optimizer; which variables one of several trains is not known here."""
+    if optimizers_of(model) == [model.optimizer] and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _is_default(optimizer: keras.optimizers.Optimizer) -> bool:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # added by compile() for mixed_float16
+        optimizer = optimizer.inner_optimizer
+    if type(optimizer) is not keras.optimizers.RMSprop:
+        return False
+    with tf.init_scope():  # The configuration holds the value of a variable.
+        return {**optimizer.get_config(), "name": None} == _DEFAULT_CONFIG
+
+
+def require_keras_model(model: object) -> None:
+    """Refuses models of another Keras.
+
+    Raises:
+        UsageError: it is not a model of Keras 3.
+    """
+    if not isinstance(model, keras.Model):
+        raise UsageError(
+            f"model must be a model of Keras 3. Received: {type(model).__module__}.{type(model).__name__}. Models of "
+            "tf-keras (Keras 2) train with Horovod's own DistributedOptimizer."
+        )
+
+
+def is_horovods_own(optimizer: object) -> bool:
+    """Whether an optimizer was made by Horovod's DistributedOptimizer, which averages nothing under Keras 3."""
+    return hasattr(optimizer, "_allreduce_grads") and hasattr(type(optimizer), "_HAS_AGGREGATE_GRAD")
+
+
+def leaves_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that apply a model's gradients."""
+    return [leaf for each in optimizers_of(model) for leaf in leaves(each)]
+
+
+def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of all optimizers of a model."""
+    return [variable for each in optimizers_of(model) for variable in each.variables]
+
+
+def leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """The optimizer itself, or those inside a LossScaleOptimizer or MultiOptimizer.
+
+    Raises:
+        UsageError: it is a MultiOptimizer that is not built.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return leaves(optimizer.inner_optimizer)
+    inner = getattr(optimizer, "optimizers", None)  # keras.optimizers.MultiOptimizer, from Keras 3.15 on
+    if not isinstance(inner, list):
+        return [optimizer]
+    if not inner:
+        raise UsageError(
+            "a MultiOptimizer made from a function has no optimizers before it is built. Call "
+            "optimizer.build(model.trainable_variables) before DistributedOptimizer(optimizer)."
+        )
+    return [leaf for each in inner for leaf in leaves(each)]

@@ -1,0 +1,240 @@
+"""Consistent replicas: broadcast before training, shared statistics and comparisons during it."""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.random.seed_generator import global_seed_generator
+
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
+from hvdtrain.distributed.agreement import ranks_text
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, optimizers_of, require_keras_model
+from hvdtrain.distributed.snapshot import host_array
+from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.system import network
+
+# Far larger than the number of draws of any run, so that the streams of two ranks do not overlap.
+_SEED_STRIDE = 0x9E3779B9
+_FIRST = "only_first_replica"  # as Keras names rank 0's
+_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+
+def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> None:
+    """Gives every rank rank 0's variables of the model and its optimizer; call it before the first step.
+
+    Builds the optimizer. Layers with ``adapt`` (Normalization, StringLookup, …) get rank 0's state, lookup tables
+    included. Each rank keeps random streams of its own, derived from rank 0's: those of the model's seed generators
+    (all layers that Keras ships draw from one), and Keras' global one, from which ``keras.random`` draws without a
+    seed. Python's, NumPy's and ``tf.random``'s streams stay the same on all ranks.
+
+    Raises:
+        DivergenceError: on every rank: vocabularies have different sizes, on which the model's shapes depend.
+        UsageError: the model is not built or not compiled.
+    """
+    collectives = collectives or runtime.current().collectives
+    require_keras_model(model)
+    if not is_built(model) or not optimizers_of(model):
+        raise UsageError(
+            f"model {model.name!r} must be built and compiled before its variables are broadcast: give its first "
+            "layer an Input, or call the model once on a batch."
+        )
+    build_optimizer(model)
+    share_adapted_layers(model, collectives)
+    # On one rank nothing changes: Keras makes its global generator with the first draw.
+    global_streams = [global_stream()] if collectives.size > 1 else []
+    variables = [*model.variables, *optimizer_variables(model), *global_streams]
+    collectives.broadcast([variable.value for variable in variables])
+    note_equal_counters(model)
+    for variable in [*random_streams(model), *global_streams]:
+        variable.assign(own_random_stream(variable.numpy(), collectives.rank))
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all variables of the model exist; one with a ``train_step`` of its own may never be called itself."""
+    parts = model._flatten_layers(include_self=False)
+    return model.built or (bool(model.variables) and all(layer.built for layer in parts))
+
+
+def random_streams(model: keras.Model) -> list[keras.Variable]:
+    """The states of the model's seed generators, such as those of dropout."""
+    # Keras: a model's variables are weights, metrics and the states of seed generators.
+    others = {id(variable) for variable in [*model.weights, *model.metrics_variables]}
+    return [variable for variable in model.variables if id(variable) not in others]
+
+
+def global_stream() -> keras.Variable:
+    """The state of Keras' global seed generator, which is made if there is none."""
+    # Making it takes its seed from Python's generator, from which layers may draw too.
+    python_state = random.getstate()
+    state: keras.Variable = global_seed_generator().state
+    random.setstate(python_state)
+    return state
+
+
+def own_random_stream(state: np.ndarray, rank: int) -> np.ndarray:
+    """A rank's state of a seed generator, derived from rank 0's."""
+    state = state.copy()
+    state[0] = (int(state[0]) + rank * _SEED_STRIDE) % (int(np.iinfo(state.dtype).max) + 1)
+    return state
+
+
+def weights_sha256(model: keras.Model) -> str:
+    """A digest of the model's weights in order: equal digests mean bit-identical weights."""
+    return sha256_of(variable.numpy() for variable in model.weights)
+
+
+def sha256_of(arrays: Iterable[np.ndarray]) -> str:
+    """A digest of the arrays' bytes, in order."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+def structure(model: keras.Model) -> dict[str, str]:
+    """What the replicas of a model must have in common: each variable's path, shape and dtype.
+
+    Without the numbers in automatic names: a rank may have made other models or optimizers before.
+    """
+    variables = [("model", model.weights), ("optimizer", optimizer_variables(model))]
+    return {
+        f"{owner} variable {i}": f"{_NUMBER.sub('', variable.path)} {tuple(variable.shape)} {variable.dtype}"
+        for owner, group in variables
+        for i, variable in enumerate(group)
+    }
+
+
+def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:
+    """Averages what training updates other than by gradients, such as BatchNorm's moving statistics.
+
+    Only float weights that differ between ranks are changed: frozen ones stay bit-identical. Counters are combined as
+    by :func:`share_counters`.
+
+    Returns:
+        The weights that were averaged, each with this rank's own value.
+    """
+    share_counters(model, collectives)
+    counters = {id(variable) for variable in _counters(model)}
+    return share([v for v in model.non_trainable_weights if id(v) not in counters], collectives)
+
+
+def share_counters(model: keras.Model, collectives: Collectives) -> None:
+    """Gives all ranks the same integer state, and what was made with ``aggregation="sum"``; all ranks must call it.
+
+    What differs between ranks, or is to be summed, becomes its last common value plus the changes of all ranks, as
+    one process counts. With ``aggregation="only_first_replica"`` it becomes rank 0's.
+    """
+    counters = _counters(model)
+    if collectives.size == 1 or not counters:
+        return
+    split = differing(counters, collectives)
+    summed = [v for v in counters if v.aggregation == "sum" or (v.aggregation != _FIRST and id(v) in split)]
+    starts = [vars(variable).get("hvdtrain_common_value", 0) for variable in summed]
+    changes = [variable.numpy() - start for variable, start in zip(summed, starts, strict=True)]
+    for variable, start, change in zip(summed, starts, collectives.sum(changes), strict=True):
+        variable.assign(start + change)
+    collectives.broadcast([variable.value for variable in counters if variable.aggregation == _FIRST])
+    note_equal_counters(model)
+
+
+def note_equal_counters(model: keras.Model) -> None:
+    """Records the values from which ranks count; call it where they are equal on all ranks."""
+    for variable in _counters(model):
+        vars(variable)["hvdtrain_common_value"] = variable.numpy()
+
+
+def _counters(model: keras.Model) -> list[keras.Variable]:
+    return [
+        variable
+        for variable in model.non_trainable_weights
+        if variable.aggregation in ("sum", _FIRST) or keras.backend.is_int_dtype(variable.dtype)
+    ]
+
+
+def share(variables: Sequence[keras.Variable], collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:
+    """Replaces float variables that differ between ranks by their mean; all ranks must call it.
+
+    Returns:
+        The variables that were averaged, each with this rank's own value.
+    """
+    split = differing(variables, collectives) if collectives.size > 1 else set()
+    averaged = [variable for variable in variables if id(variable) in split]
+    own = [variable.numpy() for variable in averaged]
+    for variable, total in zip(averaged, collectives.sum(own), strict=True):
+        variable.assign(total / collectives.size)
+    return list(zip(averaged, own, strict=True))
+
+
+@contextmanager
+def shared_statistics(model: keras.Model, collectives: Collectives) -> Iterator[None]:
+    """Averages the model's statistics for the duration of the block, then restores this rank's own.
+
+    If they stayed averaged, the last bits of a run would depend on when it was evaluated. What a callback
+    assigns meanwhile is kept.
+    """
+    with restored(share_statistics(model, collectives)):
+        yield
+
+
+@contextmanager
+def restored(own: Sequence[tuple[keras.Variable, np.ndarray | tf.Tensor]]) -> Iterator[None]:
+    """Restores this rank's own values of averaged variables after the block, unless others were assigned in it."""
+    averaged = [host_array(variable) for variable, _ in own]
+    yield
+    for (variable, value), before in zip(own, averaged, strict=True):
+        if np.array_equal(host_array(variable), before):
+            variable.assign(value)
+
+
+def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> set[int]:
+    """The ids of the variables that are not equal on all ranks; all ranks must call it."""
+    digests = collectives.allgather([_digest(variable) for variable in variables])
+    return {id(v) for i, v in enumerate(variables) if len({each[i] for each in digests}) > 1}
+
+
+def _digest(variable: keras.Variable) -> bytes:
+    return hashlib.sha256(host_array(variable).reshape(-1).view(np.uint8).data).digest()
+
+
+def require_equal_replicas(
+    model: keras.Model, collectives: Collectives, step: int, *, weights_only: bool = False
+) -> None:
+    """Compares all weights and optimizer variables over ranks; all ranks must call it.
+
+    Raises:
+        DivergenceError: on every rank, naming the rank and the variable that differ.
+    """
+    variables = [*model.weights, *([] if weights_only else optimizer_variables(model))]
+    require_equal_adapted_layers(model, collectives, step)
+    with shared_statistics(model, collectives):
+        difference = first_difference(variables, collectives)
+    if difference is not None:
+        path, ranks = difference
+        raise DivergenceError(
+            f"replicas must be equal. At step {step} variable {path!r} of {ranks} differs from the other ranks'. It "
+            "was changed other than by the optimizer, or memory is faulty."
+        )
+
+
+def first_difference(variables: Sequence[keras.Variable], collectives: Collectives) -> tuple[str, str] | None:
+    """The path of the first variable that is not equal on all ranks, and the ranks that differ; None if all are.
+
+    All ranks must call it.
+    """
+    gathered = collectives.allgather((network.host_name(), [_digest(variable) for variable in variables]))
+    hosts, digests = [host for host, _ in gathered], [each for _, each in gathered]
+    for i, variable in enumerate(variables):
+        values = [each[i] for each in digests]
+        # The most common value is assumed to be the correct one; among equals, the lowest rank's.
+        usual = max(values, key=values.count)
+        others = [rank for rank, value in enumerate(values) if value != usual]
+        if others:
+            return variable.path, ranks_text(others, hosts)
+    return None

@@ -1,0 +1,118 @@
+"""Starts a rank: environment, Horovod, GPU, threads and seeds."""
+
+import dataclasses
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.horovod import HorovodCollectives
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
+from hvdtrain.system import devices, environment, network
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The place of this rank among all ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host: str
+    device: str
+    threads: int
+    launcher: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Runtime:
+    """A started rank."""
+
+    topology: Topology
+    collectives: Collectives
+
+
+_runtime: Runtime | None = None
+
+
+def init(
+    *,
+    seed: int | None = None,
+    threads: int | None = None,
+    deterministic: bool = False,
+    timeline: str | None = None,
+    process_sets: bool = False,
+) -> Topology:
+    """Starts Horovod and gives this rank its GPU, its share of the cores and its seeds.
+
+    Call it first, before TensorFlow computes anything. A second call returns what the first one made.
+
+    Args:
+        seed: for Keras, NumPy and Python, the same on every rank; None leaves them alone.
+        threads: compute threads of this rank; None: a fair share of the host's cores. A step that calls a
+            ``tf.function`` from a ``tf.py_function`` needs 2.
+        deterministic: make runs bit-identical, at the cost of speed.
+        timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
+        process_sets: whether the ranks of one host will average among themselves.
+
+    Raises:
+        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
+    """
+    global _runtime
+    if _runtime is None:
+        _runtime = _start(threads, deterministic, timeline, process_sets)
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    return _runtime.topology
+
+
+def _start(threads: int | None, deterministic: bool, timeline: str | None, process_sets: bool) -> Runtime:
+    environment.prepare_environment()
+    if keras.backend.backend() != "tensorflow":
+        raise UsageError(
+            f"Keras must use the TensorFlow backend. Received: {keras.backend.backend()}. Unset KERAS_BACKEND, or "
+            "import hvdtrain before keras."
+        )
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+    if process_sets:
+        environment.enable_dynamic_process_sets()
+    if timeline is not None:
+        environment.enable_timeline(timeline)
+    launcher = environment.launcher()
+    environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=devices.has_gpu())
+    collectives = HorovodCollectives(launcher)
+    device = devices.configure_devices(collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores)
+    topology = Topology(
+        rank=collectives.rank,
+        size=collectives.size,
+        local_rank=collectives.local_rank,
+        local_size=collectives.local_size,
+        cross_rank=collectives.cross_rank,
+        cross_size=collectives.cross_size,
+        host=network.host_name(),
+        device=device,
+        threads=tf.config.threading.get_intra_op_parallelism_threads(),
+        launcher=launcher.name,
+    )
+    return Runtime(topology, collectives)
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        UsageError: hvdtrain.init() was not called.
+    """
+    if _runtime is None:
+        raise UsageError("hvdtrain.init() must be called first, before the model is made.")
+    return _runtime
+
+
+def collectives() -> Collectives:
+    """The collectives of this process; those of a single process if hvdtrain.init() was not called."""
+    return SingleProcessCollectives() if _runtime is None else _runtime.collectives

@@ -1,0 +1,143 @@
+"""Handles signals, lost ranks and stalls of a job, independently of MPI and Horovod."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import UsageError
+from hvdtrain.fault_tolerance.channel import open_channel
+from hvdtrain.fault_tolerance.monitor_thread import EXIT_ACTIONS_S, MonitorThread
+from hvdtrain.fault_tolerance.stall_detection import Position
+from hvdtrain.fault_tolerance.stop_consensus import StopPoint
+from hvdtrain.system.background import run_with_timeout
+
+if TYPE_CHECKING:
+    from hvdtrain.distributed.collectives import Collectives
+
+
+class JobWatch:
+    """The main thread's interface to the monitor threads of all ranks.
+
+    A rank that is killed, stopped or disconnected ends the job, within seconds or after a timeout, with one
+    line that names the rank and the step. SIGTERM and SIGINT request a stop: all ranks stop at the same
+    :meth:`check`. While a job watch is open:
+
+    - all ranks must pass the same checks in the same order;
+    - errors must end the job through :func:`hvdtrain.fault_tolerance.shutdown.end_job`, within the ``with`` block.
+
+    Args:
+        collectives: used to exchange addresses (default: those of ``hvdtrain.init()``).
+        stall_timeout_s: ends the job if no heartbeat of a rank arrives, or no rank makes progress, for this long;
+            0: never.
+        clock: returns the time in seconds; monotonic.
+    """
+
+    def __init__(
+        self,
+        collectives: "Collectives | None" = None,
+        *,
+        stall_timeout_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if stall_timeout_s < 0:
+            raise UsageError(f"stall_timeout_s must be at least 0; 0 means never. Received: {stall_timeout_s}")
+        if collectives is None:
+            from hvdtrain.distributed import runtime  # takes seconds to import, and unit tests do not need it
+
+            collectives = runtime.current().collectives
+        self._collectives = collectives
+        self._stall_timeout_s = stall_timeout_s
+        self._clock = clock
+        self._stop_point = StopPoint()
+        self._position = Position()
+        self._exit_actions: list[Callable[[], None]] = []
+        self._monitor: MonitorThread | None = None
+
+    def start(self) -> None:
+        """Connects the ranks. Collective: all ranks must call it.
+
+        Catches signals if the calling thread is Python's main thread.
+
+        Raises:
+            JobError: on all ranks, if one cannot connect to rank 0.
+        """
+        self._monitor = MonitorThread(
+            self._collectives.rank,
+            open_channel(self._collectives),
+            stop_point=self._stop_point,
+            position=lambda: self._position,
+            exit_actions=self._run_exit_actions,
+            stall_timeout_s=self._stall_timeout_s,
+            clock=self._clock,
+        )
+        self._monitor.start()
+
+    def close(self, *, ends_process: bool = False) -> None:
+        """Disconnects from the other ranks and restores signal handlers. Call it from the thread that called start.
+
+        Not a collective: other ranks may continue, and do not report this rank as lost.
+
+        Args:
+            ends_process: ignore signals from now on instead: this process ends with an exit code that is decided.
+        """
+        if self._monitor is not None:
+            self._monitor.close(ends_process=ends_process)
+            self._monitor = None
+
+    def __enter__(self) -> "JobWatch":
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def check(self) -> bool:
+        """Passes a point that all ranks pass in the same order; returns True if all ranks stop at this one."""
+        return self._stop_point.check()
+
+    @property
+    def stop_requested(self) -> bool:
+        """True once this rank knows that a stop was requested; other ranks may learn of it later."""
+        return self._stop_point.is_requested
+
+    @property
+    def stop_reason(self) -> str | None:
+        """What requested the stop: ``SIGTERM on rank 1 (host b)``."""
+        return self._stop_point.reason
+
+    def request_stop(self, reason: str) -> None:
+        """Requests that all ranks stop, as a signal does."""
+        if self._monitor is not None:
+            self._monitor.request_stop(reason)
+
+    def heartbeat(self, where: str, step: int) -> None:
+        """Reports progress of the main thread. All ranks must call it at the same points of the run."""
+        self._position = Position(self._position.heartbeats + 1, where, step)
+
+    def before_exit(self, action: Callable[[], None]) -> None:
+        """Registers an action to run on another thread, for at most 3 s, before another rank ends this process."""
+        self._exit_actions.append(action)
+
+    def run_exit_actions(self) -> None:
+        """Runs the actions registered by :meth:`before_exit`, for at most 3 s."""
+        run_with_timeout(EXIT_ACTIONS_S, self._run_exit_actions)
+
+    def fail(self, code: int) -> None:
+        """Ends all other ranks with this exit code at once; call it after reporting the cause."""
+        if self._monitor is not None:
+            self._monitor.fail(code)
+        self.run_exit_actions()
+
+    def wait_for_cause(self, timeout_s: float) -> None:
+        """Waits for another rank to report why the job ends, which also ends this process."""
+        if self._monitor is not None:
+            self._monitor.wait_for_end(timeout_s)
+
+    def _run_exit_actions(self) -> None:
+        for action in self._exit_actions:
+            with contextlib.suppress(Exception):  # The process ends either way, with a cause that matters more.
+                action()

@@ -1,0 +1,95 @@
+"""Detects that no rank makes progress, and which ranks the others wait for."""
+
+import sys
+import traceback
+from typing import NamedTuple
+
+_MAX_FRAMES = 8
+
+
+class Position(NamedTuple):
+    """A rank's latest heartbeat."""
+
+    heartbeats: int = 0
+    """Number of heartbeats so far; equal on all ranks that have made the same progress."""
+    where: str = ""
+    step: int | None = None
+
+    @property
+    def at_step(self) -> str:
+        """The step, as part of a sentence."""
+        return "before its first step" if self.step is None else f"at step {self.step}"
+
+    def __str__(self) -> str:
+        return f"{self.at_step} ({self.where})" if self.where else self.at_step
+
+
+def stack_of(thread: int) -> list[str]:
+    """Returns the innermost frames of a thread, the most recent call last.
+
+    Does not read source files: the thread may be waiting for the file system that holds them.
+    """
+    frame = sys._current_frames().get(thread)
+    walked = [] if frame is None else list(traceback.walk_stack(frame))[:_MAX_FRAMES]
+    return [f"{each.f_code.co_filename}:{line}, in {each.f_code.co_name}" for each, line in reversed(walked)]
+
+
+class StallDetector:
+    """Measures on rank 0 how long no rank has made progress, and collects the ranks' stacks.
+
+    Args:
+        now: the current time of a monotonic clock, as in all methods.
+    """
+
+    def __init__(self, now: float):
+        self._since = now
+        self._heartbeats: dict[int, int] = {}
+        self._stacks: dict[int, tuple[Position, list[str]]] = {}
+        self.stacks_requested = False
+
+    def update(self, rank: int, position: Position, now: float) -> None:
+        """Records a rank's position; a new one ends the stall."""
+        if self._heartbeats.get(rank, 0) != position.heartbeats:
+            self._heartbeats[rank] = position.heartbeats
+            self.reset(now)
+
+    def reset(self, now: float) -> None:
+        """Restarts the measurement."""
+        self._since = now
+        self._stacks = {}
+        self.stacks_requested = False
+
+    def extend(self, gap_s: float) -> None:
+        """Excludes a time in which this process did not run."""
+        self._since += gap_s
+
+    def stalled_s(self, now: float) -> float:
+        """Returns how long no rank has made progress."""
+        return now - self._since
+
+    def add_stack(self, rank: int, position: Position, stack: list[str]) -> None:
+        """Records the stack of a rank's main thread."""
+        self._stacks[rank] = (position, stack)
+
+    @property
+    def num_stacks(self) -> int:
+        """The number of ranks whose stack is known."""
+        return len(self._stacks)
+
+    def ranks_behind(self) -> list[int]:
+        """Returns the ranks that have made less progress than others; empty if all have made the same."""
+        fewest = min(position.heartbeats for position, _ in self._stacks.values())
+        behind = [rank for rank, (position, _) in sorted(self._stacks.items()) if position.heartbeats == fewest]
+        return behind if len(behind) < len(self._stacks) else []
+
+    def report(self, names: dict[int, str]) -> str:
+        """Returns the stacks of the ranks that are behind, or of all ranks if none is; one line per frame."""
+        # Ranks with the same stack are listed together, so that a rank with a different one stands out.
+        ranks_by_stack: dict[tuple[str, ...], list[str]] = {}
+        for rank in self.ranks_behind() or sorted(self._stacks):
+            position, stack = self._stacks[rank]
+            ranks_by_stack.setdefault((str(position), *stack), []).append(names[rank])
+        lines: list[str] = []
+        for (position_text, *frames), ranks in ranks_by_stack.items():
+            lines += [f"  {', '.join(ranks)} {position_text}:", *(f"    {frame}" for frame in frames)]
+        return "\n".join(lines)

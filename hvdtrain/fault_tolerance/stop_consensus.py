@@ -1,0 +1,91 @@
+"""All ranks stop at the same point of the run, agreed on without a collective.
+
+The points are the checks that all ranks pass in the same order. A proposal to stop makes each rank report
+how many checks it has passed and block at its next one; the decision is the first check that no rank has
+passed. A blocked rank waits only for the monitor threads, and these never wait for a main thread: ranks in
+the middle of a reduction answer too, and the ranks that they wait for proceed to that reduction.
+"""
+
+import threading
+
+
+class StopPoint:
+    """The state of one rank. The main thread calls :meth:`check`; the monitor thread calls the other methods."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._passed = 0
+        self._is_pending = False
+        self._decision: int | None = None
+        self.reason: str | None = None
+
+    @property
+    def is_requested(self) -> bool:
+        """True from the proposal on."""
+        return self._is_pending or self._decision is not None
+
+    def check(self) -> bool:
+        """Passes one check and returns False, or returns True if all ranks stop at this check."""
+        with self._changed:
+            number = self._passed + 1
+            while self._is_pending:
+                self._changed.wait()
+            if self._decision is not None and number >= self._decision:
+                return True
+            self._passed = number
+            return False
+
+    def propose(self, reason: str) -> int:
+        """Blocks the main thread at its next check; returns the number of checks it has passed."""
+        with self._changed:
+            self._is_pending = True
+            self.reason = reason
+            return self._passed
+
+    def decide(self, check: int) -> None:
+        """Sets the check at which all ranks stop."""
+        with self._changed:
+            self._decision = check
+            self._is_pending = False
+            self._changed.notify_all()
+
+    def withdraw(self) -> int:
+        """Unblocks the main thread when no decision can follow; returns the number of checks passed.
+
+        Rank 0 has left and so has passed all checks of the run; the other ranks must pass them too.
+        """
+        with self._changed:
+            self._is_pending = False
+            self._changed.notify_all()
+            return self._passed
+
+
+class StopVote:
+    """Rank 0's count of the answers to a job's only proposal.
+
+    Args:
+        size: number of ranks that answer.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._passed: dict[int, int] = {}
+        self._is_open = False
+        self._is_decided = False
+
+    def open(self) -> bool:
+        """Returns True on the first call only: there is one proposal, however many ranks request a stop."""
+        is_first = not self._is_open
+        self._is_open = True
+        return is_first
+
+    def record(self, rank: int, passed: int) -> None:
+        """Records a rank's number of passed checks, also when it leaves: that number is then final."""
+        self._passed[rank] = passed
+
+    def decision(self) -> int | None:
+        """Returns the first check that no rank has passed, once; None while answers are missing and afterwards."""
+        if not self._is_open or self._is_decided or len(self._passed) < self._size:
+            return None
+        self._is_decided = True
+        return max(self._passed.values()) + 1

@@ -1,0 +1,1 @@
+"""Local SGD: periodic parameter averaging."""

@@ -1,0 +1,398 @@
+"""Local SGD: periodic averaging of parameters over ranks."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed import replica_consistency, runtime
+from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import build_optimizer, optimizers_of
+from hvdtrain.distributed.snapshot import host_tensor
+from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.local_sgd import averaged_variables
+from hvdtrain.local_sgd.config import LocalSGDConfig
+from hvdtrain.local_sgd.facts import FINISHED, LOSS, SAMPLES, STEPS, no_facts, split_facts, with_facts
+from hvdtrain.local_sgd.flat_variables import FlatVariables
+from hvdtrain.local_sgd.outer_optimizer import Flats, make_outer_optimizer
+from hvdtrain.local_sgd.sync_interval import SyncInterval
+from hvdtrain.optim.hook_state import gradient_hooks
+from hvdtrain.system.background import BackgroundTask, ImmediateTask
+
+
+@dataclasses.dataclass
+class _PendingAverage:
+    """The average of a round whose allreduce has started, not yet merged."""
+
+    sent: Flats
+    """This rank's values when the allreduce started."""
+    totals: BackgroundTask[Flats] | ImmediateTask[Flats]
+    """Sums over all ranks: displacements times samples, and the facts."""
+    steps_since: int = 0
+
+
+class ParameterAverager:
+    """Averages a model's parameters over ranks after every ``sync_every`` local steps.
+
+    ::
+
+        hvdtrain.broadcast(model)
+        averager = hvdtrain.ParameterAverager(model, hvdtrain.LocalSGDConfig(sync_every=16))
+        for x, y in dataset:
+            train_step(x, y)                 # with the plain optimizer
+            averager.step(samples=len(x))
+        averager.finish()
+
+    All float variables of the model and the EMA of its weights are averaged, and with ``average_slots='average'`` the
+    optimizer's slots. Ranks reduce the displacement of each variable since the previous round, weighted by the
+    samples they have seen. Rounds may differ in length between ranks: a rank that has finished takes part with
+    weight 0 until all have finished.
+
+    Args:
+        model: built, with a plain (not distributed) optimizer; values must be equal on all ranks, except
+            statistics, which are synchronized.
+        config: when and how to average; ``sync_steps_first`` and ``average_across`` are the caller's.
+        deterministic: merge a pending average at the end of the next round, never earlier.
+        starts: False if the caller calls :meth:`start` later.
+        collectives: the collectives to average with (default: those of ``hvdtrain.init()``).
+
+    Raises:
+        UsageError: an option is invalid, or ``wait_free`` is used with a single rank.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        config: LocalSGDConfig | None = None,
+        *,
+        deterministic: bool = False,
+        starts: bool = True,
+        collectives: Collectives | None = None,
+    ):
+        self._collectives = collectives or runtime.current().collectives
+        self._config = config = config or LocalSGDConfig()
+        if config.wait_free and self._collectives.size == 1:
+            raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")
+        build_optimizer(model)
+        self._model = model
+        self._deterministic = deterministic
+        followed = averaged_variables.followed(model)
+        if config.average_slots == "average":
+            followed += averaged_variables.slots(model)
+        trained = averaged_variables.trained(model)
+        self._flats = FlatVariables(trained, followed)
+        self._variables = trained + followed
+        self._outer = make_outer_optimizer(config)
+        self._interval = SyncInterval(config)
+        self._anchor: Flats | None = None
+        self._velocity: Flats = ()
+        self._pending: _PendingAverage | None = None
+        self._closing: BackgroundTask[Flats] | None = None
+        self._samples = self._steps = 0
+        self._loss = 0.0
+        self.rounds = 0
+        """Averages merged so far."""
+        self.bytes_reduced = 0
+        """Bytes that this rank has passed to the allreduce."""
+        self.total_staleness_steps = 0
+        """Sum over rounds of the steps made between sending and merging."""
+        self.max_staleness_steps = 0
+        """Maximum over rounds of the same."""
+        self.total_steps = 0
+        """Steps of all ranks in all completed rounds."""
+        self.total_samples = 0
+        """Samples of all ranks in all completed rounds."""
+        self._num_finished = 0
+        self._reducing_s = self._waited_s = 0.0
+        if starts:
+            self.start()
+
+    @property
+    def every(self) -> int:
+        """The current number of steps per round."""
+        return self._interval.steps
+
+    @property
+    def steps_to_round_end(self) -> int:
+        """Steps left until parameters are due to be averaged; 1 if that is overdue."""
+        return max(1, self.every - self._steps)
+
+    def start(self) -> None:
+        """Starts the first round. All ranks must call it before they make a step.
+
+        Raises:
+            UsageError: the optimizer is distributed.
+            DisagreementError: ranks differ in options or model.
+        """
+        if self._anchor is None:
+            installed = [gradient_hooks(each) for each in optimizers_of(self._model)]
+            if any(hooks is not None and hooks.collectives is self._collectives for hooks in installed):
+                raise UsageError(
+                    "local SGD needs a plain optimizer: one that averages gradients over all ranks leaves nothing to "
+                    "average. Received: a distributed optimizer. Compile the model with the plain one."
+                )
+            facts = {**dataclasses.asdict(self._config), **replica_consistency.structure(self._model)}
+            require_agreement("options and model to average", facts, self._collectives)
+            replica_consistency.share_statistics(self._model, self._collectives)
+            self._anchor = self._flats.read()
+
+    def step(self, samples: int = 1, *, steps: int = 1, loss: float = 0.0, stop: bool = False) -> bool:
+        """Records local steps and averages parameters if due.
+
+        Args:
+            samples: samples of these steps, this rank's weight in the average.
+            steps: number of steps; more than :attr:`steps_to_round_end` make the round longer.
+            loss: sum of the steps' losses, for ``sync_schedule='adacomm'``.
+            stop: this rank is ready to end the round now (``wait_free``).
+
+        Returns:
+            Whether a round has ended.
+        """
+        self._samples += samples
+        self._steps += steps
+        self._loss += loss
+        if self._pending is not None:
+            self._pending.steps_since += steps
+            if not self._deterministic and self._pending.totals.is_done:
+                self._merge()
+        if self._config.wait_free:
+            return self._step_wait_free(stop)
+        if self._steps < self.every:
+            return False
+        self._end_round()
+        return True
+
+    def _step_wait_free(self, stop: bool) -> bool:
+        if self._closing is None and (stop or self._steps >= self.every):
+            self._closing = self._is_ready()
+        if self._closing is None or not self._closing.is_done:
+            return False
+        self._closing.result()
+        self._closing = None
+        self._end_round()
+        return True
+
+    def _is_ready(self) -> BackgroundTask[Flats]:
+        """Announces that this rank is ready to end the round; completes in the background when all ranks are."""
+        return BackgroundTask(lambda: self._collectives.sum_tensors([tf.zeros([1])], "hvdtrain_round"), "round")
+
+    def finish(self) -> None:
+        """Makes the final average. Collective: waits until all ranks have called it."""
+        while self._num_finished < self._collectives.size:
+            if self._config.wait_free:
+                (self._closing or self._is_ready()).result()
+                self._closing = None
+            self._end_round(finished=True)
+            if self._pending is not None:
+                self._merge()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Sets the model to what :meth:`finish` would produce; restores this rank's own values on exit.
+
+        Collective: all ranks must call it. Variables that were changed inside the block keep their new values.
+        """
+        if self.in_sync:
+            yield
+            return
+        assert self._anchor is not None
+        own = [(variable, host_tensor(variable)) for variable in self._variables]
+        facts = pending_facts = no_facts()
+        # One tensor at a time: the averaged model is all that is needed at once.
+        for i, start in enumerate(self._anchor):
+            now, velocity = self._flats.read_one(i), self._velocity[i : i + 1]
+            if self._pending is not None:
+                total = self._pending.totals.result()[i]
+                if i == 0:
+                    total, pending_facts = split_facts(total)
+                start, velocity = self._moved_one(i, total, pending_facts, start, velocity)
+                now = start + (now - self._pending.sent[i]) if self._pending.steps_since else start
+            message = self._samples * (now - start)
+            if i == 0:
+                message = self._with_facts(message, finished=False)
+            (total,) = self._collectives.sum_tensors([message], f"hvdtrain_view_{i}")
+            if i == 0:
+                total, facts = split_facts(total)
+            self._flats.assign_one(i, self._moved_one(i, total, facts, start, velocity)[0])
+        with replica_consistency.restored(own):
+            yield
+
+    def summary(self) -> dict[str, Any]:
+        """The fields of ``summary.json`` about averaging."""
+        samples = {"samples": self.total_samples} if self._config.wait_free else {}
+        return {
+            **samples,
+            "averaging_rounds": self.rounds,
+            "average_late_steps": {
+                "mean": self.total_staleness_steps / max(1, self.rounds),
+                "max": self.max_staleness_steps,
+            },
+            "average_hidden_share": 1 - self._waited_s / self._reducing_s if self._reducing_s else 0.0,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The state to save in a checkpoint that is common to all ranks."""
+        return {
+            "anchor": None if self._anchor is None else _arrays(self._anchor),
+            "velocity": _arrays(self._velocity),
+            "period": self._interval.state(),
+            "rounds": self.rounds,
+            "total_steps": self.total_steps,
+            "total_samples": self.total_samples,
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """The state of this rank to save in a checkpoint, except variables. Waits for a pending average."""
+        pending = self._pending
+        return {
+            "samples": self._samples,
+            "steps": self._steps,
+            "loss": self._loss,
+            "late_steps": self.total_staleness_steps,
+            "most_late_steps": self.max_staleness_steps,
+            "bytes_reduced": self.bytes_reduced,
+            "pending": None
+            if pending is None
+            else {
+                "sent": _arrays(pending.sent),
+                "totals": _arrays(pending.totals.result()),
+                "steps_since": pending.steps_since,
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
+        """Restores what :meth:`state` and :meth:`rank_state` returned.
+
+        Args:
+            rank_state: None if the number of ranks has changed: a new round starts with the averaged model.
+        """
+        self._velocity = [tf.constant(each) for each in state["velocity"]]
+        self._interval.restore(state["period"])
+        self.rounds = state["rounds"]
+        self.total_steps, self.total_samples = state["total_steps"], state["total_samples"]
+        if rank_state is None or state["anchor"] is None:
+            return
+        self._anchor = [tf.constant(each) for each in state["anchor"]]
+        self._samples, self._steps, self._loss = rank_state["samples"], rank_state["steps"], rank_state["loss"]
+        self.total_staleness_steps = rank_state["late_steps"]
+        self.max_staleness_steps = rank_state["most_late_steps"]
+        self.bytes_reduced = rank_state["bytes_reduced"]
+        if (pending := rank_state["pending"]) is not None:
+            totals = [tf.constant(each) for each in pending["totals"]]
+            sent = [tf.constant(each) for each in pending["sent"]]
+            self._pending = _PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
+
+    # Internals of a round.
+
+    def _end_round(self, finished: bool = False) -> None:
+        if self._pending is not None:
+            self._merge()
+        self._send(finished)
+        assert self._pending is not None
+        is_done = self._pending.totals.is_done and not self._deterministic
+        # With wait_free, ranks infer the progress of all from the averages merged so far: these must be the same ones.
+        if not self._config.in_background or (is_done and not self._config.wait_free):
+            self._merge()
+
+    def _send(self, finished: bool) -> None:
+        assert self._anchor is not None
+        sent = self._flats.read()
+        message = self._message(sent, self._anchor, finished)
+        self.bytes_reduced += sum(each.shape.num_elements() * each.dtype.size for each in message)
+        self._samples = self._steps = 0
+        self._loss = 0.0
+
+        def reduce() -> Flats:
+            return self._collectives.sum_tensors(message, "hvdtrain_average")
+
+        self._pending = _PendingAverage(
+            sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
+        )
+
+    def _message(self, values: Flats, anchor: Flats, finished: bool) -> list[tf.Tensor]:
+        """This rank's contribution: displacements times samples, and the facts."""
+        message = [self._samples * (value - start) for value, start in zip(values, anchor, strict=True)]
+        return [self._with_facts(message[0], finished), *message[1:]]
+
+    def _with_facts(self, first: tf.Tensor, finished: bool) -> tf.Tensor:
+        return with_facts(first, samples=self._samples, steps=self._steps, loss=self._loss, finished=finished)
+
+    def _moved(self, totals: Flats, anchor: Flats, velocity: Flats) -> tuple[Flats, Flats, np.ndarray]:
+        """The next anchor and velocity computed from the sums over ranks, and the facts."""
+        first, facts = split_facts(totals[0])
+        pairs = enumerate(zip([first, *totals[1:]], anchor, strict=True))
+        moved = [self._moved_one(i, total, facts, start, velocity[i : i + 1]) for i, (total, start) in pairs]
+        return [start for start, _ in moved], [each for _, own in moved for each in own], facts
+
+    def _moved_one(
+        self, i: int, total: tf.Tensor, facts: np.ndarray, start: tf.Tensor, velocity: Flats
+    ) -> tuple[tf.Tensor, Flats]:
+        """One tensor of the next anchor, and its velocity, a sequence of at most one tensor."""
+        if facts[SAMPLES] <= 0:
+            return start, velocity
+        mean = total / tf.cast(facts[SAMPLES], total.dtype)
+        if i >= self._flats.ends[0]:
+            return start + mean, ()
+        (move,), velocity = self._outer.move([mean], velocity)
+        return start + move, velocity
+
+    def _merged(self, pending: _PendingAverage) -> tuple[Flats, Flats, Flats, np.ndarray]:
+        """Anchor, velocity, this rank's values and the facts after merging an average; waits for it if necessary."""
+        assert self._anchor is not None
+        anchor, velocity, facts = self._moved(pending.totals.result(), self._anchor, self._velocity)
+        values = anchor
+        if pending.steps_since:
+            values = [a + (now - sent) for a, now, sent in zip(anchor, self._flats.read(), pending.sent, strict=True)]
+        return anchor, velocity, values, facts
+
+    def _merge(self) -> None:
+        """Merges the pending average; steps made since it was sent are kept."""
+        assert self._pending is not None
+        totals = self._pending.totals
+        began_s = time.perf_counter()
+        totals.result()
+        self._waited_s += totals.duration_s if isinstance(totals, ImmediateTask) else time.perf_counter() - began_s
+        self._reducing_s += totals.duration_s
+        self._require_finite(totals.result())
+        self._anchor, self._velocity, values, facts = self._merged(self._pending)
+        self._flats.assign(values)
+        self.rounds += 1
+        self.total_staleness_steps += self._pending.steps_since
+        self.max_staleness_steps = max(self.max_staleness_steps, self._pending.steps_since)
+        self._pending = None
+        self.total_steps += round(facts[STEPS])
+        self.total_samples += round(facts[SAMPLES])
+        self._num_finished = round(facts[FINISHED])
+        self._interval.round_ended(facts[LOSS], round(facts[STEPS]))
+
+    def _require_finite(self, totals: Flats) -> None:
+        """Raises NonFiniteError on every rank if a replica would make all others non-finite."""
+        if all(bool(tf.reduce_all(tf.math.is_finite(total))) for total in totals):
+            return
+        non_finite = [variable.path for variable in self._variables if not np.all(np.isfinite(variable.numpy()))]
+        culprits = [
+            f"{len(paths)} variable(s) of rank {rank}, {paths[0]!r} first"
+            for rank, paths in enumerate(self._collectives.allgather(non_finite))
+            if paths
+        ]
+        raise NonFiniteError(
+            f"parameters must be finite to be averaged. Received: {'; '.join(culprits) or 'an overflow of their sum'}. "
+            "Lower the learning rate, or clip gradients (--clip-norm)."
+        )
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether all replicas are known to be equal: every rank has just merged an average."""
+        if self._config.in_background and self._num_finished < self._collectives.size:
+            return False  # Another rank may not have merged it yet.
+        return self._anchor is not None and self._steps == 0
+
+
+def _arrays(tensors: Flats) -> list[np.ndarray]:
+    return [np.asarray(each) for each in tensors]  # each.numpy() copies

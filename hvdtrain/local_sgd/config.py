@@ -1,0 +1,79 @@
+"""Options of local SGD."""
+
+import dataclasses
+from typing import Literal
+
+from cyclopts import Parameter
+
+from hvdtrain.config.fields import Config, default_of, flag_of, help_group, require
+from hvdtrain.errors import UsageError
+
+
+@Parameter(name="*", group=help_group("Local SGD (--mode local)"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalSGDConfig(Config):
+    """Local SGD: each rank makes steps of its own, and parameters are averaged periodically (Stich, arXiv:1805.09767).
+
+    Sources: ``adacomm``: Wang and Joshi, arXiv:1810.08313; ``nesterov``: DiLoCo, arXiv:2311.08105, and SlowMo,
+    arXiv:1910.00643; ``overlap``: CoCoD-SGD, Shen et al., IJCAI 2019; ``sync_steps_first``: post-local SGD, Lin et
+    al., arXiv:1808.07217.
+    """
+
+    sync_every: int = 16
+    """Steps between two averages of the parameters (H)."""
+    sync_schedule: Literal["constant", "adacomm"] = "constant"
+    """adacomm: --sync-every shrinks with the square root of the loss."""
+    average_slots: Literal["average", "keep"] = "keep"
+    """The optimizer's slot variables (momentum and the like): averaged, or kept by each rank."""
+    outer: Literal["average", "nesterov"] = "average"
+    """Outer optimizer: take the average as it is, or as the gradient of SGD with Nesterov momentum."""
+    outer_learning_rate: float = 0.7
+    """Learning rate of --outer nesterov."""
+    outer_momentum: float = 0.9
+    """Momentum of --outer nesterov."""
+    overlap: bool = False
+    """Average in the background while ranks continue to train."""
+    wait_free: bool = False
+    """Do not wait for stragglers: faster ranks make more steps until the slowest has made its own."""
+    sync_steps_first: int = 0
+    """Steps in sync mode before local SGD begins (post-local SGD)."""
+    average_across: Literal["rank", "host"] = "rank"
+    """host: the ranks of a host average their gradients at every step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "sync_every", lambda value: value >= 1, "at least 1")
+        require(self, "sync_steps_first", lambda value: value >= 0, "at least 0")
+        require(self, "outer_learning_rate", lambda value: 0 < value <= 2, "above 0 and at most 2")
+        require(
+            self,
+            "outer_momentum",
+            lambda value: 0 <= value < 1,
+            "at least 0 and below 1, or displacements add up without limit",
+        )
+        if self.outer == "average":
+            for name in ("outer_learning_rate", "outer_momentum"):
+                if (value := getattr(self, name)) != default_of(LocalSGDConfig, name):
+                    raise UsageError(
+                        f"{flag_of(name)} needs --outer nesterov. Received: {value} with --outer average. Leave "
+                        f"{flag_of(name)} out."
+                    )
+        if self.in_background and self.average_slots == "average":
+            raise UsageError(
+                "--overlap and --wait-free keep slot variables: Adam's second moments, which must be positive, would "
+                "not stay so when a late average is added to them. Received: --average-slots average. Use keep."
+            )
+        if self.wait_free and self.average_across == "host":
+            raise UsageError(
+                "--wait-free needs ranks that step independently; with --average-across host the ranks of a host wait "
+                "for each other at every step. Received: both. Leave one of them out."
+            )
+        if self.wait_free and self.sync_schedule != "constant":
+            raise UsageError(
+                f"--wait-free needs --sync-schedule constant. Received: {self.sync_schedule}. Leave one of them out."
+            )
+
+    @property
+    def in_background(self) -> bool:
+        """Whether ranks continue to train while parameters are averaged."""
+        return self.overlap or self.wait_free

@@ -1,0 +1,62 @@
+"""Variables packed into a few flat tensors, so that averaging sends few large messages."""
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+_BUCKET_BYTES = 32 << 20
+
+
+class FlatVariables:
+    """Reads and writes variables as flat tensors of up to 32 MiB; float64 variables get tensors of their own.
+
+    Half-precision variables are sent as float32, so that summation loses no precision.
+    """
+
+    def __init__(self, *groups: Sequence[keras.Variable]):
+        self._buckets: list[tuple[tf.DType, list[keras.Variable]]] = []
+        self.ends: list[int] = []
+        """The number of tensors up to the end of each group: none holds variables of two groups."""
+        for variables in groups:
+            for wire in (tf.float32, tf.float64):
+                members = [v for v in variables if (tf.as_dtype(v.dtype) == tf.float64) == (wire == tf.float64)]
+                self._add(members, wire)
+            self.ends.append(len(self._buckets))
+        self.read = tf.function(self._read)
+        """Returns a copy of the values."""
+        self.assign = tf.function(self._assign)
+        """Overwrites the variables."""
+
+    def _add(self, variables: Sequence[keras.Variable], wire: tf.DType) -> None:
+        bucket: list[keras.Variable] = []
+        for variable in variables:
+            if bucket and _bytes([*bucket, variable], wire) > _BUCKET_BYTES:
+                self._buckets.append((wire, bucket))
+                bucket = []
+            bucket.append(variable)
+        if bucket:
+            self._buckets.append((wire, bucket))
+
+    def read_one(self, i: int) -> tf.Tensor:
+        """Returns a copy of the values of one tensor."""
+        wire, variables = self._buckets[i]
+        return tf.concat([tf.reshape(tf.cast(variable.value, wire), [-1]) for variable in variables], 0)
+
+    def assign_one(self, i: int, flat: tf.Tensor) -> None:
+        """Overwrites the variables of one tensor."""
+        _, variables = self._buckets[i]
+        sizes = [variable.value.shape.num_elements() for variable in variables]
+        for variable, part in zip(variables, tf.split(flat, sizes), strict=True):
+            variable.assign(tf.cast(tf.reshape(part, variable.shape), variable.dtype))
+
+    def _read(self) -> list[tf.Tensor]:
+        return [self.read_one(i) for i in range(len(self._buckets))]
+
+    def _assign(self, flats: Sequence[tf.Tensor]) -> None:
+        for i, flat in enumerate(flats):
+            self.assign_one(i, flat)
+
+
+def _bytes(variables: Sequence[keras.Variable], wire: tf.DType) -> int:
+    return sum(variable.value.shape.num_elements() for variable in variables) * wire.size

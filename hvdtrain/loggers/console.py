@@ -1,0 +1,95 @@
+"""Logs a run as lines on the console."""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from hvdtrain.loggers.reporter import Reporter, RunShape
+
+
+class ConsoleReporter(Reporter):
+    """Prints one line per event and a table of results at the end."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream or sys.stdout
+
+    def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
+        for name, value in facts.items():
+            self._line(f"{name}: {value}")
+
+    def resumed(self, step: int, path: Path) -> None:
+        self._event(step, f"resumed from {path}")
+
+    def progressed(self, step: int, values: Mapping[str, float]) -> None:
+        self._event(step, values_text(values))
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._event(step, f"evaluation: {values_text(values)}")
+
+    def warned(self, step: int, text: str) -> None:
+        self._event(step, f"warning: {text}")
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self._line(f"done: {summary['steps']} steps on {summary['ranks']} rank(s) in {summary['wall_seconds']:.1f} s")
+        for name, value in _rows(summary):
+            self._line(f"  {name:<15}  {value}")
+        if summary["eval"]:
+            self._line(f"evaluation: {values_text(summary['eval'])}")
+        self._line(f"weights_sha256: {summary['weights_sha256']} (equal on all ranks)")
+
+    def already_complete(self, steps: int, path: Path) -> None:
+        self._line(
+            f"run already complete: {path}, {steps} steps. Nothing was trained. To continue, increase --steps or "
+            "--epochs; to train from scratch, use another --run-dir."
+        )
+
+    def _event(self, step: int, text: str) -> None:
+        self._line(f"{time.strftime('%H:%M:%S')}  step {step}  {text}")
+
+    def _line(self, text: str) -> None:
+        # One write: launchers tag and interleave the output of ranks line by line.
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+def values_text(values: Mapping[str, float]) -> str:
+    """Formats names and values for one line."""
+    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the rows of the table, except those without a value in the summary."""
+    epochs = summary.get("epochs")
+    yield "steps", f"{summary['steps']}" + ("" if epochs is None else f" ({epochs:.4g} epochs)")
+    if (speed := summary.get("examples_per_second")) is not None:
+        yield "examples/s", f"{speed:.0f}"
+    if step_ms := summary.get("step_ms"):
+        yield "step time", f"{step_ms['p50']:.2f} ms (p50)  {step_ms['p95']:.2f} ms (p95)"
+    shares = {name: summary.get(f"{name}_fraction") for name in ("input", "compute", "communication")}
+    known = [f"{name} {_percent(share)}" for name, share in shares.items() if share is not None]
+    if known:
+        yield "share of step", "  ".join(known)
+    if skew := summary.get("skew"):
+        yield (
+            "slowest rank",
+            f"{skew['slowest_rank']} (host {skew['slowest_host']}): last in {_percent(skew['slowest_share'])} "
+            f"of steps, {skew['ratio']:.2f} times the median",
+        )
+    skipped = [
+        *_counted(summary.get("skipped_steps"), "step", "not finite"),
+        *_counted(summary.get("bad_samples"), "sample", "unreadable"),
+    ]
+    if skipped:
+        yield "skipped", ", ".join(skipped)
+    if (error := summary.get("compression_error")) is not None:
+        yield "fp16 error", f"{error:.1e} of the gradient's norm"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _counted(number: int | None, noun: str, why: str) -> list[str]:
+    return [f"{number} {noun}{'' if number == 1 else 's'} ({why})"] if number else []

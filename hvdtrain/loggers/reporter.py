@@ -1,0 +1,122 @@
+"""The interface of reporters, and a reporter that forwards to several others."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.system.terminal import report
+
+
+@dataclasses.dataclass(frozen=True)
+class RunShape:
+    """The length of a run, and where this process begins."""
+
+    total_steps: int
+    steps_per_epoch: int
+    resumed_step: int = 0
+
+
+class Reporter:
+    """Receives events of a run from the trainer; this base class ignores them, as ranks other than 0 do.
+
+    Which ranks log is decided by the choice of reporter, not by the training loop. Subclasses override the events
+    that they log.
+    """
+
+    def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
+        """Called once, before the first step."""
+
+    def model_built(self, model: keras.Model) -> None:
+        """Called once, after :meth:`started`."""
+
+    def resumed(self, step: int, path: Path) -> None:
+        """Called once, after :meth:`model_built`, if the run resumes from a checkpoint."""
+
+    def progressed(self, step: int, values: Mapping[str, float]) -> None:
+        """Called at each log step, with loss, metrics and speed."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Called after each evaluation."""
+
+    def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Called with the values of ``weights`` and ``gradients`` by variable path, and of ``activations`` by layer."""
+
+    def warned(self, step: int, text: str) -> None:
+        """Called when something is wrong but the run continues."""
+
+    def profile_begins(self) -> None:
+        """Before each call of steps that are to be profiled."""
+
+    def profile_ends(self) -> None:
+        """After the last step that is to be profiled, and at the end of the run."""
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        """Called once, after the last step."""
+
+    def already_complete(self, steps: int, path: Path) -> None:
+        """Called instead of all other events if the run in this folder has already completed all steps."""
+
+    def close(self) -> None:
+        """Called last, also after an error. Further calls have no effect."""
+
+
+class CompositeReporter(Reporter):
+    """Forwards each event to several reporters, in order.
+
+    A full disk, or a console that nobody reads any more, costs log lines, not the run: if a reporter cannot write, a
+    message is printed once and training continues.
+    """
+
+    def __init__(self, reporters: Sequence[Reporter]):
+        self._reporters = reporters
+        self._failed: set[Reporter] = set()
+
+    def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
+        self._forward("started", facts, shape)
+
+    def model_built(self, model: keras.Model) -> None:
+        self._forward("model_built", model)
+
+    def resumed(self, step: int, path: Path) -> None:
+        self._forward("resumed", step, path)
+
+    def progressed(self, step: int, values: Mapping[str, float]) -> None:
+        self._forward("progressed", step, values)
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        self._forward("evaluated", step, values)
+
+    def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        self._forward("histograms", step, groups)
+
+    def warned(self, step: int, text: str) -> None:
+        self._forward("warned", step, text)
+
+    def profile_begins(self) -> None:
+        self._forward("profile_begins")
+
+    def profile_ends(self) -> None:
+        self._forward("profile_ends")
+
+    def finished(self, summary: Mapping[str, Any]) -> None:
+        self._forward("finished", summary)
+
+    def already_complete(self, steps: int, path: Path) -> None:
+        self._forward("already_complete", steps, path)
+
+    def close(self) -> None:
+        self._forward("close")
+
+    def _forward(self, event: str, *arguments: Any) -> None:
+        for reporter in self._reporters:
+            try:
+                getattr(reporter, event)(*arguments)
+            except (OSError, tf.errors.OpError) as error:
+                if reporter not in self._failed:
+                    self._failed.add(reporter)
+                    report(0, f"{type(reporter).__name__} cannot write: {error}. Training continues.")

@@ -1,0 +1,1 @@
+"""The distributed optimizer and its hooks into Keras; fused SGD, EMA, loss scaling, the learning rate."""

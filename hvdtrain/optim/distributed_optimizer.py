@@ -1,0 +1,132 @@
+"""``hvd.DistributedOptimizer`` for Keras 3: an optimizer that applies gradients reduced over all ranks."""
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.optimizers import is_horovods_own, leaves
+from hvdtrain.errors import UsageError
+from hvdtrain.optim.hook_state import GradientHooks, gradient_hooks
+from hvdtrain.optim.hooks import install_gradient_hooks
+from hvdtrain.optim.reduction_checks import ReductionChecks
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    op: str = ReductionConfig.op,
+    compression: str = ReductionConfig.compression,
+    groups: int | None = ReductionConfig.groups,
+    sparse_as_dense: bool = ReductionConfig.sparse_as_dense,
+    collectives: Collectives | None = None,
+) -> keras.optimizers.Optimizer:
+    """Makes an optimizer apply gradients that are averaged over all ranks, and returns it.
+
+    The gradients are reduced by Horovod right before Keras clips them, so that clipping, weight decay, EMA and the
+    update all use the averaged gradient; with ``gradient_accumulation_steps`` there is one reduction for all
+    micro-batches. Under a ``LossScaleOptimizer`` (also the one that ``compile`` adds for ``mixed_float16``) all ranks
+    skip a step together if a gradient of any of them overflows.
+
+    The optimizer keeps its class and its state, so that a saved model holds no trace of Horovod; wrap the optimizer
+    again after loading one.
+
+    Args:
+        optimizer: any Keras optimizer, ``LossScaleOptimizer`` and ``MultiOptimizer`` included.
+        op: ``average`` (equal to one process with the whole batch), ``sum``, or ``adasum``, which averages gradients
+            that agree and adds those that are orthogonal (Maleki et al., arXiv:2006.02924; applied to gradients; the
+            number of ranks must be a power of 2; MPI only).
+        compression: ``none``, or ``fp16`` to send half the bytes in half precision.
+        groups: number of gradient buckets; None: large gradients alone, small ones together.
+        sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
+        collectives: what to reduce with (default: those of ``hvdtrain.init()``).
+
+    Raises:
+        UsageError: an option breaks its rule, or the optimizer is distributed already.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or is_horovods_own(optimizer):
+        raise UsageError(
+            "optimizer must be an optimizer of Keras 3 that Horovod has not wrapped. "
+            f"Received: {optimizer!r}. Pass the plain one."
+        )
+    if is_distributed(optimizer):
+        raise UsageError(
+            f"an optimizer must be wrapped once. Received: {optimizer.name}, which is distributed already."
+        )
+    reduction = ReductionConfig(op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
+    collectives = collectives or runtime.current().collectives
+    for leaf in leaves(optimizer):
+        reducer = collectives.gradient_reducer(reduction)
+        install_gradient_hooks(leaf, GradientHooks(reduction, collectives, reducer, ReductionChecks(collectives)))
+    return optimizer
+
+
+def require_distributed(
+    optimizer: keras.optimizers.Optimizer, gradient_accumulation_steps: int, collectives: Collectives
+) -> None:
+    """Makes a trainer's optimizer distributed unless it is.
+
+    Raises:
+        UsageError: it does not accumulate as many micro-batches as the trainer makes of a step.
+    """
+    for leaf in leaves(optimizer):
+        if (leaf.gradient_accumulation_steps or 1) != gradient_accumulation_steps:
+            raise UsageError(
+                "gradient_accumulation_steps of the trainer and of its optimizer must be equal. Received: "
+                f"{gradient_accumulation_steps} and {leaf.gradient_accumulation_steps}"
+            )
+    if not is_distributed(optimizer):
+        DistributedOptimizer(optimizer, collectives=collectives)
+
+
+def set_collectives(optimizer: keras.optimizers.Optimizer, collectives: Collectives) -> None:
+    """Makes a distributed optimizer average over other ranks from now on; compiled functions must be compiled anew."""
+    for leaf in leaves(optimizer):
+        hooks = require_hooks(leaf)
+        hooks.collectives = collectives
+        hooks.reduce = collectives.gradient_reducer(hooks.reduction)
+
+
+def set_ema_ramp(optimizer: keras.optimizers.Optimizer) -> None:
+    """Makes the momentum of a distributed optimizer's EMA rise to its final value."""
+    for leaf in leaves(optimizer):
+        require_hooks(leaf).ema_ramp = True
+
+
+def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether the optimizer reduces its gradients over ranks."""
+    return any(gradient_hooks(leaf) is not None for leaf in leaves(optimizer))
+
+
+def require_hooks(optimizer: keras.optimizers.Optimizer) -> GradientHooks:
+    """The hooks of an optimizer that is known to be distributed."""
+    hooks = gradient_hooks(optimizer)
+    assert hooks is not None, optimizer
+    return hooks
+
+
+def reduction_checks(optimizer: keras.optimizers.Optimizer) -> ReductionChecks:
+    """What an optimizer checks before its first reduction of a step.
+
+    Raises:
+        UsageError: it is not distributed.
+    """
+    hooks = gradient_hooks(optimizer)
+    if hooks is None:
+        raise UsageError(
+            f"the model must be compiled with a distributed optimizer. Received: {optimizer.name}, which averages "
+            "nothing over ranks. Pass hvdtrain.DistributedOptimizer(optimizer) to model.compile."
+        )
+    return hooks.checks
+
+
+def gradient_bytes(optimizer: keras.optimizers.Optimizer) -> int:
+    """The bytes of gradients that a rank passes to the allreduce at each update, sparse ones counted as dense."""
+    total = 0
+    for leaf in leaves(optimizer):
+        compresses = require_hooks(leaf).reduction.compression == "fp16"
+        for variable in leaf._trainable_variables:
+            element_bytes = 2 if compresses else max(4, tf.as_dtype(variable.dtype).size)
+            total += variable.value.shape.num_elements() * element_bytes
+    return total

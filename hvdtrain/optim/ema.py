@@ -1,0 +1,93 @@
+"""The exponential moving average (EMA) of the weights that a Keras optimizer keeps with ``use_ema=True``."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.distributed.optimizers import leaves_of
+
+
+def keeps_ema(model: keras.Model) -> bool:
+    """Whether an optimizer of the model was made with ``use_ema=True``."""
+    return any(leaf.use_ema for leaf in leaves_of(model))
+
+
+def keep_ema_weights(model: keras.Model) -> None:
+    """Replaces the model's weights by their EMA, if there is one."""
+    for leaf in leaves_of(model):
+        leaf.finalize_variable_values(leaf._trainable_variables)
+
+
+@contextmanager
+def ema_weights(model: keras.Model) -> Iterator[None]:
+    """Exchanges the model's weights for their EMA in the block; does nothing without an EMA."""
+    _swap(model)
+    try:
+        yield
+    finally:
+        _swap(model)
+
+
+def _swap(model: keras.Model) -> None:
+    for leaf in leaves_of(model):
+        if not leaf.use_ema:
+            continue
+        for variable, average in zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True):
+            if average is not None:
+                own = tf.identity(variable.value)
+                variable.assign(average.value)
+                average.assign(own)
+
+
+@contextmanager
+def ramped_momentum(optimizer: Any) -> Iterator[None]:
+    """In the block the EMA's momentum is the smaller of its final value and ``(1 + n) / (10 + n)`` after n updates.
+
+    The EMA of a short run is then not dominated by its first steps. As ``tf.train.ExponentialMovingAverage`` with
+    ``num_updates``.
+    """
+    final = optimizer.ema_momentum
+    updates = tf.cast(optimizer._iterations.value // (optimizer.gradient_accumulation_steps or 1), tf.float32)
+    optimizer.ema_momentum = tf.minimum(final, (1.0 + updates) / (10.0 + updates))
+    try:
+        yield
+    finally:
+        optimizer.ema_momentum = final
+
+
+def after_last_micro_batch(optimizer: Any, action: Callable[..., None]) -> Callable[..., None]:
+    """Performs an action once per step under gradient accumulation, where Keras performs it at each micro-batch."""
+
+    def run(*arguments: Any) -> None:
+        is_last = (tf.convert_to_tensor(optimizer._iterations) + 1) % optimizer.gradient_accumulation_steps == 0
+        keras.ops.cond(is_last, lambda: action(*arguments), lambda: None)
+
+    return run
+
+
+def moving_average_per_update(optimizer: Any) -> Callable[..., None]:
+    """An EMA that is updated once per step under gradient accumulation.
+
+    Keras updates it at each micro-batch, even if the weights have not changed: it decays K times too slowly.
+    """
+    steps = optimizer.gradient_accumulation_steps
+
+    def update(trainable_variables: Sequence[keras.Variable]) -> None:
+        if not optimizer.use_ema:
+            return
+        micro_batches = tf.convert_to_tensor(optimizer._iterations) + 1
+        # The first update starts the average.
+        momentum = tf.where(micro_batches > steps, tf.cast(optimizer.ema_momentum, tf.float64), 0.0)
+
+        def average_all() -> None:
+            for variable, average in zip(trainable_variables, optimizer._model_variables_moving_average, strict=True):
+                if average is not None:
+                    kept = tf.cast(momentum, average.dtype)
+                    average.assign(kept * average + (1 - kept) * variable)
+
+        keras.ops.cond(micro_batches % steps == 0, average_all, lambda: None)
+
+    return update

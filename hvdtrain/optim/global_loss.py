@@ -1,0 +1,197 @@
+"""The loss of the whole batch from the losses of ranks, where each divides by a count of its own.
+
+Under a mask, with ``ignore_class`` or with ``reduction="mean_with_sample_weight"``, a Keras loss is a sum over the
+samples of a batch divided by the number of unmasked positions or by the sum of weights. One process divides by the
+count of the whole batch; the mean over ranks of such losses is another number. Each rank's loss is therefore multiplied
+by its share of the count of all ranks, which are summed in the forward pass.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.errors import UsageError
+
+_NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, so that ranks can average it"
+_REMEDY = (
+    "Return one value for each sample, and mask samples by sample_weight or a Keras mask. To average the losses of the "
+    "ranks nevertheless, return the number once for each sample."
+)
+_NUM_CHECKS = 10
+_TOLERANCE = 1e-4
+_SMALL_LOSS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScope:
+    """The ranks over which the losses in a training step are combined, while the step is traced."""
+
+    collectives: Collectives
+    sample_weight: Callable[[], tf.Tensor | None] = lambda: None
+    """The weight by which this rank's loss is multiplied; None if all ranks have the same."""
+    sums_gradients: bool = False
+    """Whether gradients are added up over ranks instead of averaged."""
+    jit_compile: bool = False
+    """Whether XLA compiles the forward pass, so that ranks cannot communicate in it."""
+
+
+_scope: contextvars.ContextVar[LossScope | None] = contextvars.ContextVar("hvdtrain_loss_scope", default=None)
+
+
+def loss_scope() -> LossScope | None:
+    """The scope of the training step that is being traced, if it is one of several ranks."""
+    return _scope.get()
+
+
+@contextlib.contextmanager
+def losses_over_ranks(scope: LossScope) -> Iterator[None]:
+    """Combines the losses that are computed in the block over ranks."""
+    token = _scope.set(scope if scope.collectives.size > 1 else None)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def loss_over_ranks(
+    loss: Any, compute: Callable[..., tf.Tensor], y_true: Any, y_pred: Any, sample_weight: Any
+) -> tf.Tensor:
+    """Computes a Keras loss so that the mean over ranks is the loss of the whole batch.
+
+    Args:
+        loss: the ``keras.losses.Loss``.
+        compute: its ``__call__``, with the same arguments.
+    """
+    scope = _scope.get()
+    if scope is None:
+        return compute(y_true, y_pred, sample_weight)
+    with _observed_values(loss) as observed:
+        value = compute(y_true, y_pred, sample_weight)
+    if loss.reduction == "sum" and not scope.sums_gradients:
+        raise UsageError(
+            "a loss with reduction='sum' needs DistributedOptimizer(…, op='sum'), because averaging divides it by the "
+            f"number of ranks. Received: {loss.name}. Or use reduction='sum_over_batch_size'."
+        )
+    if loss.reduction in ("none", "sum", None) or not observed:
+        return value
+    arguments, values = observed[-1]
+    if keras.ops.ndim(values) == 0:
+        check = _require_mean_over_samples(loss, *arguments, value)
+        with tf.control_dependencies([check]):
+            return tf.identity(value)
+    count = _own_count(loss, _mask(y_pred, values), sample_weight)
+    if count is None:
+        return value
+    if scope.jit_compile:
+        raise UsageError(
+            "--jit-compile excludes losses that divide by the number of unmasked positions or by a sum of weights, "
+            f"which ranks add up in the forward pass. Received: {loss.name}. Leave --jit-compile out."
+        )
+    return value * tf.cast(_share_of_count(count, scope), value.dtype)
+
+
+@contextlib.contextmanager
+def _observed_values(loss: Any) -> Iterator[list[tuple[tuple[Any, Any], tf.Tensor]]]:
+    """Collects the arguments and values of the loss' ``call``, whose values are not reduced yet."""
+    observed: list[tuple[tuple[Any, Any], tf.Tensor]] = []
+    call = loss.call
+
+    def observe(y_true: Any, y_pred: Any) -> tf.Tensor:
+        values = call(y_true, y_pred)
+        observed.append(((y_true, y_pred), values))
+        return values
+
+    vars(loss)["call"] = observe
+    try:
+        yield observed
+    finally:
+        del vars(loss)["call"]
+
+
+def _keras_mask(tensor: Any) -> tf.Tensor | None:
+    return getattr(tensor, "_keras_mask", None)
+
+
+def _mask(y_pred: Any, values: tf.Tensor) -> tf.Tensor | None:
+    """The positions that count: those that neither the model nor the loss masks."""
+    masks = [each for each in (_keras_mask(y_pred), _keras_mask(values)) if each is not None]
+    return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+
+def _own_count(loss: Any, mask: tf.Tensor | None, sample_weight: Any) -> tf.Tensor | None:
+    """What this rank's loss is divided by; None if it is the number of its samples, up to a constant factor."""
+    if loss.reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weights = tf.cast(sample_weight, tf.float32)
+        if mask is not None:
+            kept = tf.cast(mask, tf.float32)
+            while weights.shape.rank < kept.shape.rank:
+                weights = weights[..., tf.newaxis]
+            while kept.shape.rank < weights.shape.rank:
+                kept = kept[..., tf.newaxis]
+            weights = weights * kept
+        return tf.reduce_sum(weights)
+    return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float32))
+
+
+def _share_of_count(count: tf.Tensor, scope: LossScope) -> tf.Tensor:
+    """This rank's share of the count of all ranks, relative to its share of the samples; 0 where there are none."""
+    weight = scope.sample_weight()
+    weight = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
+    own = tf.stop_gradient(tf.where(weight > 0, count, 0))  # A filler does not count.
+    graph = tf.compat.v1.get_default_graph()
+    # The same on every rank, and another one for each loss of a step.
+    name = "hvdtrain_loss" if tf.executing_eagerly() else graph.unique_name("hvdtrain_loss")
+    ((total, total_weight),) = (
+        tf.unstack(each) for each in scope.collectives.sum_tensors([tf.stack([own, weight])], name)
+    )
+    return tf.math.divide_no_nan(own * total_weight, total * weight)
+
+
+def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Tensor) -> tf.Operation:
+    """Checks in the first steps that a loss which returns one number for a batch averages over its samples.
+
+    A user's function may divide by a count of its own, or compare samples of a batch with each other. Neither can be
+    seen from the number, but the mean of the losses of two halves of the batch is then another one.
+    """
+    # Kept on the loss: TensorFlow traces a step several times, and allows new variables in the first trace only.
+    if "hvdtrain_checks_left" not in vars(loss):
+        with tf.init_scope(), tf.device("CPU"):
+            vars(loss)["hvdtrain_checks_left"] = tf.Variable(_NUM_CHECKS, trainable=False)
+    checks_left = vars(loss)["hvdtrain_checks_left"]
+    batch_size = tf.shape(tf.nest.flatten(y_pred)[0])[0]
+    half = batch_size // 2
+
+    def part(begin: Any, end: Any) -> tf.Tensor:
+        return loss.call(*tf.nest.map_structure(lambda each: each[begin:end], (y_true, y_pred)))
+
+    def check() -> tf.Tensor:
+        weight = tf.cast(half / batch_size, value.dtype)
+        mean = weight * part(None, half) + (1 - weight) * part(half, None)
+        scale = tf.maximum(tf.abs(mean), tf.abs(value)) + _SMALL_LOSS
+        is_mean = tf.abs(mean - value) <= _TOLERANCE * scale
+        tf.debugging.Assert(is_mean | ~tf.math.is_finite(scale), [_message(loss), value, mean])
+        checks_left.assign_sub(1)
+        return tf.constant(True)
+
+    return tf.cond((checks_left > 0) & (batch_size > 1), check, lambda: tf.constant(False)).op
+
+
+def _message(loss: Any) -> str:
+    return (
+        f"{_NOT_A_MEAN}. Received: {loss.name}, for which the mean of the losses of two halves of a batch differs from "
+        f"that of the whole batch. {_REMEDY}"
+    )
+
+
+def loss_error(error: BaseException) -> UsageError | None:
+    """The error to raise if a step raised this because of a loss that is no mean over samples; otherwise None."""
+    text = str(error)
+    if not isinstance(error, tf.errors.InvalidArgumentError) or _NOT_A_MEAN not in text:
+        return None
+    return UsageError(text[text.index(_NOT_A_MEAN) : text.index(_REMEDY)] + _REMEDY)

@@ -1,0 +1,59 @@
+"""``hvd.DistributedGradientTape`` for Keras 3: a gradient tape that returns gradients reduced over all ranks."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
+
+
+class DistributedGradientTape:
+    """A ``tf.GradientTape`` whose gradients are averaged over all ranks; apply them by a plain optimizer.
+
+    ``with hvdtrain.DistributedGradientTape() as tape:`` replaces ``with tf.GradientTape() as tape:``; or wrap a tape
+    after its block, as with Horovod: ``tape = hvdtrain.DistributedGradientTape(tape)``.
+
+    Args:
+        tape: the tape to wrap (default: a new one).
+        op, compression, groups, sparse_as_dense: as for :func:`~hvdtrain.DistributedOptimizer`.
+        collectives: what to reduce with (default: those of ``hvdtrain.init()``).
+
+    Raises:
+        UsageError: an option breaks its rule.
+    """
+
+    def __init__(
+        self,
+        tape: tf.GradientTape | None = None,
+        *,
+        op: str = ReductionConfig.op,
+        compression: str = ReductionConfig.compression,
+        groups: int | None = ReductionConfig.groups,
+        sparse_as_dense: bool = ReductionConfig.sparse_as_dense,
+        collectives: Collectives | None = None,
+    ):
+        config = ReductionConfig(op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
+        self._tape = tf.GradientTape() if tape is None else tape
+        self._reduce = (collectives or runtime.current().collectives).gradient_reducer(config)
+
+    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+        """The gradients in the structure of ``sources``, reduced; None where there is none. All ranks must call it."""
+        gradients = self._tape.gradient(target, sources, output_gradients)
+        flat = tf.nest.flatten(gradients)
+        found = [i for i, each in enumerate(flat) if each is not None]
+        if found:
+            for i, reduced in zip(found, self._reduce([flat[i] for i in found]).gradients, strict=True):
+                flat[i] = reduced
+        return tf.nest.pack_sequence_as(gradients, flat)
+
+    def __enter__(self) -> "DistributedGradientTape":
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)

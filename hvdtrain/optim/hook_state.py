@@ -1,0 +1,79 @@
+"""What hvdtrain keeps on an optimizer object: the hooks of :mod:`hvdtrain.optim.hooks` and their state."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
+from hvdtrain.distributed.optimizers import leaves
+from hvdtrain.optim.reduction_checks import ReductionChecks
+
+Monitor = Callable[[ReducedGradients, Sequence[keras.Variable]], list[Gradient]]
+"""Receives a step's reduced gradients and their variables, and returns the gradients to apply."""
+
+
+@dataclasses.dataclass
+class LoopHooks:
+    """What a training loop does with the loss and the gradients of each micro-batch."""
+
+    weigh_loss: Callable[[tf.Tensor], tf.Tensor]
+    prepare_gradients: Callable[[Sequence[Gradient | None], bool], Sequence[Gradient | None]]
+    """Receives the gradients, and whether ``weigh_loss`` was called for their loss; returns those to apply."""
+    skips_non_finite: bool
+    """Whether steps with a gradient that is not finite are skipped, so that their loss is no part of the mean."""
+    sample_weight: Callable[[], tf.Tensor | None] = lambda: None
+    """While a step is traced: the weight that ``weigh_loss`` multiplies by; None if all ranks have the same."""
+    jit_compile: bool = False
+    """Whether XLA compiles the forward and the backward pass."""
+    num_applies: int = 0
+    """Number of times that gradients were applied, or traced to be."""
+    held: list[tuple[Sequence[Any], Any]] | None = None
+    """If not None, gradients are collected here, with their variables, instead of being applied."""
+
+
+@dataclasses.dataclass
+class GradientHooks:
+    """How one optimizer reduces its gradients and applies them."""
+
+    reduction: ReductionConfig
+    collectives: Collectives
+    reduce: GradientReducer
+    checks: ReductionChecks
+    monitor: Monitor | None = None
+    applies: tf.Variable | None = None
+    """If not None, updates are made only while it is true."""
+    step_weight: Callable[[], tf.Tensor] | None = None
+    """If not None, this rank's mean weight over the micro-batches of the step, less than 1 if samples were left out."""
+    ema_ramp: bool = False
+    """Whether the momentum of the EMA rises to its final value."""
+    variables: Sequence[keras.Variable] = ()
+    """The variables whose gradients are being applied."""
+    num_reductions: int = 0
+    """Number of traced reductions."""
+
+
+@dataclasses.dataclass
+class InstalledHooks:
+    """Everything that hvdtrain keeps on one optimizer object."""
+
+    loop: LoopHooks | None = None
+    gradient: GradientHooks | None = None
+    before_loop: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    """What restores the methods that the loop's hooks replaced."""
+
+
+def installed_hooks(optimizer: keras.optimizers.Optimizer) -> InstalledHooks:
+    """The hooks on an optimizer object, to read or to change."""
+    # Past Keras' __setattr__, which would look for variables in it.
+    hooks: InstalledHooks = vars(optimizer).setdefault("hvdtrain_hooks", InstalledHooks())
+    return hooks
+
+
+def gradient_hooks(optimizer: keras.optimizers.Optimizer) -> GradientHooks | None:
+    """The hooks of a distributed optimizer; None for a plain one."""
+    return installed_hooks(leaves(optimizer)[0]).gradient

@@ -1,0 +1,1 @@
+"""This process and its machine: environment, launcher, devices, terminal, files, background tasks."""

@@ -1,0 +1,120 @@
+"""Environment variables. The only module that reads or sets them; nothing here starts MPI or Horovod."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hvdtrain.system.cores import usable_cores
+from hvdtrain.system.launcher import Launcher, find_launcher
+
+# Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
+# Open MPI busy-polls: where ranks fill the cores, Horovod's background thread took a third of the
+# machine. Horovod's background thread runs a cycle every millisecond by default, which is as long as a
+# small model's step; a cycle of 0.1 ms costs 15 % of a core. Each cycle sends a message to every other
+# rank: on one host with a core per rank the cycle can be shorter, and a single rank has no work for it.
+_MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+_CYCLE_MS, _CYCLE_ONE_HOST_MS, _CYCLE_ONE_RANK_MS = "0.1", "0.02", "5"
+_FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+
+
+def get(name: str) -> str | None:
+    """The value of a variable; None if it is not set."""
+    return os.environ.get(name)
+
+
+def launcher() -> Launcher:
+    """The launcher of this process."""
+    return find_launcher(os.environ)
+
+
+def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:
+    """The variables to set before TensorFlow, MPI and Horovod start; never one that is set already."""
+    defaults = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow", **_MPI_DEFAULTS}
+    started_by = find_launcher(env)
+    if not started_by.is_single_rank:
+        has_core_per_rank = started_by.bound_to_cores or started_by.size <= usable_cores()
+        is_fast = started_by.is_one_host and has_core_per_rank
+        defaults["HOROVOD_CYCLE_TIME"] = _CYCLE_ONE_HOST_MS if is_fast else _CYCLE_MS
+    if (Path(environment_root) / "lib" / "libmpi.so.40").exists():
+        # Open MPI's wheel was configured for another prefix; only its mpirun works that out.
+        defaults["OPAL_PREFIX"] = environment_root
+    return {name: value for name, value in defaults.items() if name not in env}
+
+
+def prepare_environment() -> None:
+    """Sets the defaults for this process. Calling it again changes nothing."""
+    os.environ.update(environment_defaults(os.environ, sys.prefix))
+
+
+@contextlib.contextmanager
+def horovod_start_environment(started_by: Launcher) -> Iterator[None]:
+    """The variables that Horovod reads while it starts.
+
+    A process without a launcher needs no MPI, and ``MPI_Init`` without a launcher fails on many sites, so
+    Horovod starts with Gloo there. The variables of a single rank must not outlive the start: a launcher
+    called from this process would pass them on, and each of its ranks would start as a job of one rank.
+    """
+    chosen = {"HOROVOD_CYCLE_TIME": _CYCLE_ONE_RANK_MS} if started_by.is_single_rank else {}
+    if started_by.name == "none":
+        chosen |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    chosen = {name: value for name, value in chosen.items() if name not in os.environ}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del os.environ[name]
+
+
+def performance_settings() -> dict[str, str]:
+    """The variables that affect speed, as they are set now."""
+    names = [
+        *_MPI_DEFAULTS,
+        "HOROVOD_CYCLE_TIME",
+        _FUSION_THRESHOLD,
+        "HOROVOD_CPU_OPERATIONS",
+        "CUDA_VISIBLE_DEVICES",
+    ]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def enable_dynamic_process_sets() -> None:
+    """Allows process sets to be added after Horovod has started; costs a check in each of its cycles."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+
+def enable_timeline(path: str) -> None:
+    """Makes Horovod write its timeline to a file; call it before Horovod starts."""
+    os.environ["HOROVOD_TIMELINE"] = path
+
+
+def choose_fusion(started_by: Launcher, *, deterministic: bool, has_gpu: bool) -> None:
+    """Decides whether Horovod fuses tensors that are ready at the same time; call it before Horovod starts.
+
+    On one host, copying a tensor into the fusion buffer takes as long as sending it, so fusion is off
+    unless the user says otherwise. In deterministic mode it must be off: with three or more ranks a ring
+    sums each element in an order that depends on its place in the buffer, so the last bit would vary.
+    """
+    if deterministic:
+        os.environ[_FUSION_THRESHOLD] = "0"
+    elif started_by.is_one_host and not has_gpu:
+        os.environ.setdefault(_FUSION_THRESHOLD, "0")
+
+
+def cache_dir() -> Path:
+    """Where files go that can be made again: by the XDG rules, in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+def supervisor_file() -> Path | None:
+    """The file through which a job reports to ``launch/run --restarts``; None without a supervisor."""
+    path = os.environ.get("HVDTRAIN_SUPERVISOR_FILE")
+    return Path(path) if path else None
+
+
+def restart_number() -> int:
+    """How often ``launch/run --restarts`` has restarted this job; 0 for its first start."""
+    number = os.environ.get("HVDTRAIN_RESTART", "")
+    return int(number) if number.isdecimal() else 0

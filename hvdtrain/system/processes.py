@@ -1,0 +1,26 @@
+"""Other processes on this host."""
+
+import psutil
+
+
+def horovodrun_above() -> int | None:
+    """The process ID of the ``horovodrun`` that started this process over MPI on this host, if any.
+
+    It has become a shell, ``sh -c "mpirun …"``.
+    """
+    try:
+        for ancestor in psutil.Process().parents():
+            arguments = ancestor.cmdline()
+            if arguments[1:2] == ["-c"] and arguments[2].lstrip().startswith("mpirun "):
+                return ancestor.pid
+    except psutil.Error:
+        pass
+    return None
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs; False for one that has ended, whether or not its parent has waited for it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

@@ -1,0 +1,52 @@
+"""Imports TensorFlow without the lines that it prints at start-up."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from hvdtrain.system import environment
+
+# Lines that TensorFlow writes to stderr at every start and that no setting turns off: its absl
+# logging is not initialized in Python, so TF_CPP_MIN_LOG_LEVEL is ignored (seen with 2.21).
+_STARTUP_MESSAGES = (
+    "absl::InitializeLog()",
+    "oneDNN custom operations are on",
+    "Could not find cuda drivers",
+    "failed call to cuInit",
+    "This TensorFlow binary is optimized",
+    "To enable the following instructions",
+    "TF-TRT Warning",
+    "Unable to register cu",
+)
+
+
+@contextlib.contextmanager
+def without_startup_messages() -> Iterator[None]:
+    """Holds back stderr, C++ output included, then forwards everything but TensorFlow's start-up messages."""
+    sys.stderr.flush()
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            held.seek(0)
+            for line in held.read().decode(errors="replace").splitlines(keepends=True):
+                if not any(message in line for message in _STARTUP_MESSAGES):
+                    sys.stderr.write(line)
+
+
+def import_tensorflow() -> None:
+    """Prepares the environment, imports TensorFlow and initializes its list of devices."""
+    if "tensorflow" in sys.modules:
+        return
+    environment.prepare_environment()
+    with without_startup_messages():
+        import tensorflow as tf
+
+        tf.config.list_physical_devices()

@@ -1,0 +1,21 @@
+"""Versions of everything that could change results, and a digest of this package's code."""
+
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+
+
+def versions() -> dict[str, str]:
+    """Versions whose difference between ranks would change results."""
+    names = ("hvdtrain", "tensorflow", "keras", "horovod", "numpy")
+    return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}
+
+
+def code_digest() -> str:
+    """Changes with every line of this package: checkouts on two hosts can differ at the same version."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,1 +1,0 @@
-"""How long things take: calls, the parts of a step, a profile of single operations."""

@@ -1,0 +1,1 @@
+"""The training loop, the compiled train step, evaluation, callbacks and metrics."""

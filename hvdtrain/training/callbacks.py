@@ -1,0 +1,147 @@
+"""Keras callbacks on many ranks: writers run on rank 0, all others on every rank with the same values."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.checkpoint.plain_values import is_plain
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.training.rank_policy import TEST_BATCH_HOOKS, only_writes, overrides, require_usable, uses_train_batches
+
+# The attributes of these are their position in a file, not the state of the run.
+_WITHOUT_STATE = (keras.callbacks.CSVLogger, keras.callbacks.ProgbarLogger, keras.callbacks.TensorBoard)
+
+
+class RankCallbacks:
+    """Calls the callbacks that run on this rank.
+
+    Writers (:class:`keras.callbacks.ModelCheckpoint`, ``CSVLogger``, ``TensorBoard``, …, and any of
+    the user's with an attribute ``only_on_rank_zero = True``) run on rank 0. All others run on every
+    rank; they receive the values of all ranks, and if one of them stops the training on any rank, it
+    stops on all.
+
+    Args:
+        callbacks: the same on every rank.
+
+    Raises:
+        UsageError: a callback cannot work on several ranks.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        model: keras.Model,
+        collectives: Collectives,
+        *,
+        epochs: int,
+        steps_per_epoch: int,
+    ):
+        require_usable(callbacks, "the trainer resumes from a checkpointer")
+        self._callbacks = list(callbacks)
+        self._model = model
+        self._collectives = collectives
+        mine = [each for each in callbacks if collectives.rank == 0 or not only_writes(each)]
+        self._list = keras.callbacks.CallbackList(
+            mine, add_history=True, model=model, epochs=epochs, steps=steps_per_epoch, verbose=0
+        )
+        # Of all callbacks, not only this rank's: every rank acts on it.
+        self.use_train_batches = any(uses_train_batches(each) for each in callbacks)
+        self.use_test_batches = any(overrides(each, TEST_BATCH_HOOKS) for each in callbacks)
+        self.terminate_on_nan = any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
+        self.swap_averaged_weights = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
+
+    @property
+    def names(self) -> list[str]:
+        """The class names, for comparison over ranks."""
+        return [type(each).__name__ for each in self._callbacks]
+
+    @property
+    def save_intervals(self) -> list[int]:
+        """The intervals in steps at which a ModelCheckpoint saves within an epoch."""
+        checkpoints = [each for each in self._callbacks if isinstance(each, keras.callbacks.ModelCheckpoint)]
+        return [each.save_freq for each in checkpoints if each.save_freq != "epoch"]
+
+    def train_begins(self, state: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Before the first step; ``state`` is that of the run resumed from, see :meth:`state`."""
+        self._model.stop_training = False
+        if state is not None:
+            for callback in self._callbacks:
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    callback.append = True
+        self._list.on_train_begin()
+        self._at_beginning = [_plain_attributes(callback) for callback in self._callbacks]
+        for callback, saved in zip(self._callbacks, state or [], strict=False):
+            if saved["class"] == type(callback).__name__:
+                vars(callback).update(saved["attributes"])
+
+    def state(self) -> list[dict[str, Any]]:
+        """The state of each callback: its plain attributes that have changed since training began.
+
+        Options set by the user, such as ``patience``, have not changed, and are not restored in a resumed run.
+        """
+        return [
+            {"class": type(callback).__name__, "attributes": _changed(_plain_attributes(callback), before)}
+            for callback, before in zip(self._callbacks, self._at_beginning, strict=True)
+        ]
+
+    def epoch_begins(self, epoch: int) -> None:
+        self._list.on_epoch_begin(epoch)
+
+    def train_call_begins(self, batch: int) -> None:
+        """Before a call of one or more steps; ``batch`` is the number of the first one in the epoch."""
+        self._list.on_train_batch_begin(batch)
+
+    def train_call_ends(self, batch: int, values: Mapping[str, float]) -> bool:
+        """After a call; ``batch`` is the number of its last step. Returns whether training must stop."""
+        self._list.on_train_batch_end(batch, dict(values))
+        return self._stops_on_any_rank()
+
+    def epoch_ends(self, epoch: int, values: Mapping[str, float]) -> bool:
+        """Returns whether training must stop."""
+        self._list.on_epoch_end(epoch, dict(values))
+        return self._stops_on_any_rank()
+
+    def train_ends(self, values: Mapping[str, float]) -> None:
+        self._list.on_train_end(dict(values))
+
+    def test_begins(self) -> None:
+        self._list.on_test_begin()
+
+    def test_batch_begins(self, batch: int) -> None:
+        self._list.on_test_batch_begin(batch)
+
+    def test_batch_ends(self, batch: int) -> None:
+        """Without values: ranks have different numbers of batches, and cannot reduce after each."""
+        self._list.on_test_batch_end(batch)
+
+    def test_ends(self, values: Mapping[str, float]) -> None:
+        self._list.on_test_end(dict(values))
+
+    def _stops_on_any_rank(self) -> bool:
+        # A callback may use the clock of its rank: that rank would leave, and the others wait for it forever.
+        (stopping,) = self._collectives.sum([np.array(float(self._model.stop_training), np.float32)])
+        self._model.stop_training = bool(stopping)
+        return bool(stopping)
+
+
+def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    if isinstance(callback, _WITHOUT_STATE):
+        return {}
+    # Copied: otherwise a list that grows later would seem unchanged.
+    return {name: copy.deepcopy(value) for name, value in vars(callback).items() if is_plain(value)}
+
+
+def _changed(attributes: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in before or not _same(value, before[name])}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return one is other
+    try:
+        return bool(one == other)
+    except ValueError:  # lists of arrays
+        return False

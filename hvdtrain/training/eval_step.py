@@ -1,0 +1,41 @@
+"""The compiled evaluation step, and the metrics' variables that both steps need."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.optim.hooks import make_test_function
+from hvdtrain.training.returned_results import ReturnedResults
+
+
+class EvalStep:
+    """Runs a compiled model's ``test_step``."""
+
+    def __init__(self, model: keras.Model):
+        self._model = model
+        model.jit_compile = False
+        model.steps_per_execution = 1
+        self.returned = ReturnedResults()
+        """What the model's ``test_step`` returns."""
+        make_test_function(model, partial(self.returned.run, model))
+
+    def run(self, iterator: Iterator[Any]) -> None:
+        """Updates the model's metrics with the iterator's next batch.
+
+        Raises:
+            StopIteration, tf.errors.OutOfRangeError: there is none.
+        """
+        self._model.test_function(iterator)
+
+
+def build_metrics(model: keras.Model, element_spec: Any) -> None:
+    """Creates the variables of the model's metrics; otherwise the first step creates them, and is traced twice.
+
+    Args:
+        element_spec: of ``(data, sample_weight)``, as the feed yields it.
+    """
+    data, _ = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), element_spec)
+    model._symbolic_build(data_batch=data)

@@ -1,0 +1,88 @@
+"""Loss and metrics over all evaluation samples, shared out over the ranks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.data.feeds import EvaluationFeed
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.optim.ema import ema_weights
+from hvdtrain.training.callbacks import RankCallbacks
+from hvdtrain.training.eval_step import EvalStep
+from hvdtrain.training.metric_state import require_sums
+from hvdtrain.training.metrics import results_if_complete
+
+
+class Evaluator:
+    """Evaluates a model on every rank's share of the samples.
+
+    Args:
+        uses_ema: evaluate with the EMA of the weights in place of the weights.
+        synchronized: the context in which the model is that of all ranks together.
+        job_watch: receives heartbeats; an evaluation is cut short if the job has to stop.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        feed: EvaluationFeed,
+        collectives: Collectives,
+        *,
+        uses_ema: bool,
+        synchronized: Callable[[], AbstractContextManager[None]],
+        job_watch: JobWatch,
+    ):
+        self._model = model
+        self._step = EvalStep(model)
+        self._feed = feed
+        self._collectives = collectives
+        self._uses_ema = uses_ema
+        self._synchronized = synchronized
+        self._job_watch = job_watch
+
+    def run(self, callbacks: RankCallbacks, step: int) -> dict[str, float] | None:
+        """Counts each sample once; the results are the same on every rank. All ranks must call it.
+
+        Returns:
+            None if a rank cut its share short.
+        """
+        training_state = [variable.numpy() for variable in self._model.metrics_variables]
+        ema = ema_weights(self._model) if self._uses_ema else nullcontext()
+        with self._synchronized(), ema:
+            callbacks.test_begins()
+            self._model.reset_metrics()
+            require_sums(self._model)
+            is_complete = self._evaluate_share(callbacks, step)
+            # Also on a rank that has cut its share short: the others wait for it here.
+            results = results_if_complete(
+                self._model, self._collectives, is_complete=is_complete, returned=self._step.returned
+            )
+            if results is not None:
+                callbacks.test_ends(results)
+        for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
+            variable.assign(value)
+        return results
+
+    def _evaluate_share(self, callbacks: RankCallbacks, step: int) -> bool:
+        """Returns whether the whole share was evaluated."""
+        self._feed.restart()
+        batch = 0
+        while not self._job_watch.stop_requested:
+            self._job_watch.heartbeat("evaluation", step)
+            try:
+                if callbacks.use_test_batches:
+                    callbacks.test_batch_begins(batch)
+                self._step.run(self._feed.iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return True
+            except tf.errors.OpError as error:
+                self._feed.resume_after(error)
+                continue
+            self._feed.batch_done()
+            if callbacks.use_test_batches:
+                callbacks.test_batch_ends(batch)
+            batch += 1
+        return False

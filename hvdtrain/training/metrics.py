@@ -1,0 +1,82 @@
+"""Metrics over all ranks: the sums behind them are reduced, not the ratios."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.training.metric_state import require_none_violated, violations
+from hvdtrain.training.returned_results import ReturnedResults
+
+
+def reduced_results(
+    model: keras.Model, collectives: Collectives, returned: ReturnedResults | None = None
+) -> dict[str, float]:
+    """The model's loss and metrics over the samples of all ranks since they were last reset.
+
+    Exact on uneven shards, also for metrics with vector state such as AUC: the state of a Keras
+    metric consists of sums. This rank's own state is unchanged. All ranks must call it.
+
+    Args:
+        returned: by the model's own step (default: all metrics).
+    """
+    results = results_if_complete(model, collectives, is_complete=True, returned=returned)
+    assert results is not None
+    return results
+
+
+def results_if_complete(
+    model: keras.Model, collectives: Collectives, *, is_complete: bool, returned: ReturnedResults | None = None
+) -> dict[str, float] | None:
+    """As :func:`reduced_results`; None if a rank says that its share is not complete.
+
+    Raises:
+        UsageError: on every rank: the state of a metric is not a sum.
+    """
+    returned = returned or ReturnedResults()
+    # In one allreduce: a small one takes only latency.
+    *totals, last, num_complete, violated = collectives.sum(
+        [*sums(model), returned.last(), np.array(is_complete, np.float32), violations(model)]
+    )
+    require_none_violated(model, violated)
+    found = results_of(model, totals, lambda: returned.results(model, last / collectives.size))
+    results = {name: value for name, value in found.items() if np.ndim(value) == 0}
+    return results if num_complete == collectives.size else None
+
+
+def sums(model: keras.Model) -> list[np.ndarray]:
+    """The state of the model's metrics on this rank."""
+    return [variable.numpy() for metric in model.metrics for variable in metric.variables]
+
+
+def results_of(
+    model: keras.Model, state: Sequence[np.ndarray], compute: Callable[[], dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Loss and metrics computed from a state such as that of :func:`sums`: numbers, or arrays."""
+    compute = compute or model.get_metrics_result
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    with keras.StatelessScope(state_mapping=list(zip(variables, state, strict=True))):
+        results = {name: keras.ops.convert_to_numpy(value) for name, value in compute().items()}
+    return {name: float(value) if value.ndim == 0 else value for name, value in results.items()}
+
+
+class LossOfSteps:
+    """The mean of a model's own loss over the steps since :meth:`begin`, on this rank alone."""
+
+    def __init__(self, model: keras.Model):
+        self._tracker = model._loss_tracker
+        self._begin = 0.0, 0.0
+
+    def begin(self) -> None:
+        """Call it after the metrics were reset or restored, if they are, and before the steps."""
+        self._begin = self._sums()
+
+    def mean(self) -> float:
+        """The mean; 0 if there was no step."""
+        (total, count), (total_before, count_before) = self._sums(), self._begin
+        return (total - total_before) / (count - count_before) if count > count_before else 0.0
+
+    def _sums(self) -> tuple[float, float]:
+        return float(self._tracker.total.numpy()), float(self._tracker.count.numpy())

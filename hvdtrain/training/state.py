@@ -1,0 +1,71 @@
+"""What a checkpoint keeps of a run in addition to its model, and what a resumed run must have in common with it."""
+
+from typing import Any
+
+from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
+from hvdtrain.training.callbacks import RankCallbacks
+from hvdtrain.training.step_runner import StepRunner
+
+
+class RunState:
+    """The state of a run: gathered from its parts, and restored into them."""
+
+    def __init__(self, runner: StepRunner, callbacks: RankCallbacks):
+        self._runner = runner
+        self._callbacks = callbacks
+
+    def save(self, checkpointer: Checkpointer, *, wait: bool) -> None:
+        """All ranks must call it; see :meth:`~hvdtrain.Checkpointer.save`."""
+        runner = self._runner
+        state = {
+            "progress": runner.progress.state(),
+            "skipped_steps": runner.total(runner.monitor.skipped_steps()),
+            "callbacks": self._callbacks.state(),
+            "strategy": runner.strategy.state(),
+        }
+        rank_state = {
+            "bad_samples": runner.quota.places,
+            "steps": runner.train_step.steps_made,
+            "skipped_steps": runner.monitor.skipped_steps(),
+            "strategy": runner.strategy.rank_state(),
+        }
+        checkpointer.save(
+            runner.progress.step,
+            state=state,
+            rank_state=rank_state,
+            identity=self._identity(),
+            averaged=runner.strategy.averaged,
+            wait=wait,
+        )
+
+    def restore(self, checkpointer: Checkpointer, resume: str) -> Restored | None:
+        """All ranks must call it; see :meth:`~hvdtrain.Checkpointer.restore`."""
+        restored = checkpointer.restore(resume, identity=self._identity())
+        if restored is None:
+            return None
+        runner = self._runner
+        runner.progress.restore(restored.state["progress"])
+        own = restored.rank_state or self._on_other_ranks(restored.state)
+        runner.monitor.restore(own["skipped_steps"])
+        runner.times.restore(own["steps"])
+        runner.quota.restore(own["bad_samples"])
+        runner.strategy.restore(restored.state["strategy"], own["strategy"])
+        return restored
+
+    def _on_other_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of this rank if the run was saved on another number of ranks."""
+        runner = self._runner
+        # Independent ranks' counts are added up: rank 0 takes them all.
+        counts = runner.collectives.rank == 0 or not runner.strategy.ranks_are_independent
+        skipped = state["skipped_steps"] if counts else 0
+        return {"bad_samples": set(), "steps": runner.progress.step, "skipped_steps": skipped, "strategy": None}
+
+    def _identity(self) -> dict[str, Any]:
+        plan, config = self._runner.plan, self._runner.config
+        return {
+            "training data": self._runner.source.facts(),
+            "samples in a step": plan.global_batch_size,
+            "seed": plan.seed,
+            "remainder": plan.remainder,
+            "local SGD": "no" if config.mode == "sync" else str(config.local_sgd),
+        }

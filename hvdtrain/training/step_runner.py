@@ -1,0 +1,174 @@
+"""Everything that makes training steps: sample plan, feed, compiled step and strategy; no logs, no checkpoints."""
+
+import time
+
+import keras
+
+from hvdtrain.data import Source
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.feeds import TrainingFeed
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.distributed import replica_consistency
+from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import build_optimizer, leaves_of, optimizers_of, require_keras_model
+from hvdtrain.errors import UsageError
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.loggers.config import LoggingConfig
+from hvdtrain.optim.distributed_optimizer import require_distributed, require_hooks
+from hvdtrain.optim.hooks import synchronize_batch_normalization
+from hvdtrain.system import network
+from hvdtrain.training.clock import Clock
+from hvdtrain.training.config import StepConfig
+from hvdtrain.training.eval_step import build_metrics
+from hvdtrain.training.gradient_monitor import GradientMonitor
+from hvdtrain.training.losses import sums_over_batch
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.step_times import StepTimes, TimeShares
+from hvdtrain.training.strategies.factory import make_strategy
+from hvdtrain.training.strategies.strategy import StrategyContext
+from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing
+from hvdtrain.training.xla import require_compilable
+
+_UNLIMITED_STEPS = 10**9
+
+
+class StepRunner:
+    """Makes the steps of a run, for the trainer and for measurements.
+
+    Args:
+        model: built and compiled; its optimizer is made distributed if it is not yet.
+        source: the samples to train on, all of them on every rank.
+        config: how a step is made.
+        logging: what is measured in the steps for logs (default: nothing).
+        collectives: the ranks that train together.
+        total_steps: of the run (default: unlimited).
+
+    Raises:
+        UsageError: model, data and configuration do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        source: Source,
+        config: StepConfig,
+        *,
+        collectives: Collectives,
+        job_watch: JobWatch,
+        logging: LoggingConfig | None = None,
+        total_steps: int | None = None,
+    ):
+        require_keras_model(model)
+        if not optimizers_of(model):
+            raise UsageError(f"model {model.name!r} must be compiled with an optimizer. Received: a model without one.")
+        self.model = model
+        self.source = source
+        self.config = config
+        self.collectives = collectives
+        self.job_watch = job_watch
+        self.progress = Progress()
+        self.plan = sample_plan(source, config, collectives)
+        self.quota = BadSampleQuota(config.guards.bad_samples, collectives)
+        self.feed = TrainingFeed(source, self.plan, self.quota)
+        build_by_tracing(model, self.feed.element_spec)
+        accumulation = config.gradient_accumulation_steps
+        for optimizer in optimizers_of(model):
+            require_distributed(optimizer, accumulation, collectives)
+        op = require_hooks(leaves_of(model)[0]).reduction.op
+        weights = LossWeights(
+            is_weighted=not self.plan.is_even or config.guards.bad_samples > 0,
+            has_fillers=self.plan.has_fillers or config.guards.bad_samples > 0,
+            loss_sums=sums_over_batch(model, op, accumulation),
+        )
+        self.times = StepTimes(accumulation)
+        logging = logging or LoggingConfig(log_every=_UNLIMITED_STEPS)
+        self.monitor = GradientMonitor(
+            model,
+            self.times,
+            on_nan=config.guards.on_nan,
+            copy_every=logging.histograms_every,
+            compression_error_every=logging.log_every,
+        )
+        self.train_step = TrainStep(model, self.feed, config, times=self.times, monitor=self.monitor, weights=weights)
+        self._has_fillers = weights.has_fillers
+        self.num_synchronized = synchronize_batch_normalization(
+            model,
+            all_layers=config.sync_batchnorm,
+            collectives=collectives,
+            sample_weight=self.train_step.sample_weight,
+        )
+        if config.jit_compile:
+            require_compilable(self.num_synchronized)
+        self.shares = TimeShares(self.times, collectives, network.host_name())
+        self.strategy = make_strategy(
+            StrategyContext(model, self.plan, self.progress, self.train_step, collectives, job_watch),
+            config,
+            total_steps=total_steps or _UNLIMITED_STEPS,
+            num_synchronized=self.num_synchronized,
+        )
+
+    def prepare(self) -> None:
+        """Compares data and models, makes replicas equal and builds what steps need; all ranks must call it.
+
+        Raises:
+            JobError: on every rank: more samples are unreadable than allowed.
+            DisagreementError: ranks differ in data or model.
+        """
+        model, collectives = self.model, self.collectives
+        require_agreement("training data", self.source.facts(), collectives)
+        self.quota.note_known(self.source.bad_samples)
+        build_optimizer(model)
+        self.monitor.build(model.trainable_variables)
+        require_agreement("model", replica_consistency.structure(model), collectives)
+        replica_consistency.broadcast(model, collectives=collectives)
+        self.build_metrics(required=self._has_fillers)
+
+    def build_metrics(self, *, required: bool) -> None:
+        """Creates the variables of the model's metrics, if Keras can derive them from model and data.
+
+        Args:
+            required: raise Keras' error if it cannot; otherwise the first step creates them.
+        """
+        try:
+            build_metrics(self.model, self.feed.element_spec)
+        except Exception:
+            # A user's own train_step need not call the model as Keras would.
+            if required:
+                raise
+
+    def total(self, own: int) -> int:
+        """A count of the run from this rank's: the sum over independent ranks; otherwise it is the same on every rank.
+
+        All ranks must call it.
+        """
+        return sum(self.collectives.allgather(own)) if self.strategy.ranks_are_independent else own
+
+    def start(self) -> None:
+        """Prepares a run of its own, from the first sample; for measurements. All ranks must call it."""
+        self.prepare()
+        self.strategy.start()
+        self.feed.start(0)
+
+    def run_steps(self, steps: int, clock: Clock) -> None:
+        """Makes this many steps and nothing else; for measurements."""
+        last = self.progress.step + steps
+        while (before := self.progress.step) < last:
+            self.job_watch.heartbeat("training", before)
+            start_s = time.perf_counter()
+            self.strategy.run(last - before)
+            clock.calls.append((max(1, self.progress.step - before), time.perf_counter() - start_s))
+
+
+def sample_plan(source: Source, config: StepConfig, collectives: Collectives) -> SamplePlan:
+    """Which samples this rank trains on, and in which order."""
+    return SamplePlan(
+        num_samples=source.num_samples,
+        batch_size=config.batch_size,
+        rank=collectives.rank,
+        size=collectives.size,
+        seed=config.seed,
+        shuffle=not source.keeps_order,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        remainder=config.remainder,
+    )

@@ -1,0 +1,1 @@
+"""How the ranks of a run train together: synchronously, by local SGD, or one after the other."""

@@ -1,0 +1,135 @@
+"""Local SGD: each rank makes steps of its own, and parameters are averaged periodically."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.distributed import replica_consistency
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
+from hvdtrain.local_sgd.averager import ParameterAverager
+from hvdtrain.local_sgd.config import LocalSGDConfig
+from hvdtrain.optim.distributed_optimizer import set_collectives
+from hvdtrain.system import devices
+from hvdtrain.training.metrics import LossOfSteps
+from hvdtrain.training.strategies.strategy import StrategyContext
+
+
+class LocalStrategy:
+    """Trains each rank on its own samples, and averages parameters in rounds."""
+
+    mode = "local"
+    marks: tuple[int, ...] = ()
+    ranks_are_independent = True
+
+    def __init__(self, context: StrategyContext, config: LocalSGDConfig, total_steps: int):
+        self._model = context.model
+        self._plan = context.plan
+        self._progress = context.progress
+        self._train_step = context.train_step
+        self._collectives = context.collectives
+        self._job_watch = context.job_watch
+        self._config = config
+        self._total_steps = total_steps
+        self.in_lockstep = not config.wait_free
+        self._averager = ParameterAverager(
+            self._model,
+            config,
+            collectives=self._collectives,
+            deterministic=devices.is_deterministic(),
+            starts=False,
+        )
+        self._losses = LossOfSteps(self._model) if config.sync_schedule == "adacomm" else None
+
+    def start(self) -> None:
+        """From here on ranks train independently."""
+        collectives = self._step_collectives()
+        for optimizer in optimizers_of(self._model):
+            set_collectives(optimizer, collectives)
+        self._averager.start()
+        self._train_step.weigh_ranks_equally()
+
+    def _step_collectives(self) -> Collectives:
+        """The ranks whose gradients are averaged at every step all the same."""
+        if self._config.average_across == "host":
+            on_host = self._collectives.host_collectives()
+            if on_host is self._collectives:
+                raise UsageError(
+                    "--average-across host needs ranks on several hosts. Received: all "
+                    f"{self._collectives.size} ranks on one host. Use --mode sync, or --average-across rank."
+                )
+            return on_host
+        return SingleProcessCollectives(self._collectives.rank)
+
+    def run(self, max_steps: int) -> None:
+        if self._config.wait_free:
+            self._run_round()
+            return
+        steps = min(max_steps, self._train_step.max_steps, self._averager.steps_to_round_end)
+        self._make_steps(steps)
+        self._progress.step += steps
+        self._average(steps)
+
+    def _run_round(self) -> None:
+        """Makes steps until every rank has made its own: as many as time permits."""
+        progress = self._progress
+        is_open = True
+        while is_open:
+            steps = min(self._train_step.max_steps, self._averager.steps_to_round_end)
+            self._job_watch.heartbeat("training", progress.step)
+            self._make_steps(steps)
+            is_open = not self._average(steps)
+        made = self._config.sync_steps_first + self._averager.total_steps // self._collectives.size
+        progress.step = min(self._total_steps, max(progress.step, made))
+        for leaf in leaves_of(self._model):
+            # A learning-rate schedule follows the progress of the run, not the speed of this rank.
+            leaf._iterations.assign(progress.step)
+
+    def _make_steps(self, steps: int) -> None:
+        if self._losses is not None:
+            self._losses.begin()
+        self._train_step.run(steps)
+
+    def _average(self, steps: int) -> bool:
+        """Passes steps to the averager; returns whether a round has ended."""
+        samples = self._plan.own_samples(self._train_step.steps_made - steps, steps)
+        loss = 0.0 if self._losses is None else steps * self._losses.mean()
+        return self._averager.step(samples, steps=steps, loss=loss, stop=self._job_watch.stop_requested)
+
+    def synchronized(self) -> AbstractContextManager[None]:
+        return self._averager.averaged()
+
+    def compare_replicas(self) -> None:
+        if self._averager.in_sync:
+            replica_consistency.require_equal_replicas(
+                self._model, self._collectives, self._progress.step, weights_only=True
+            )
+
+    def finish(self) -> None:
+        if not self._averager.in_sync:
+            self._averager.finish()
+        self.compare_replicas()
+
+    @property
+    def averaged(self) -> Averaged | None:
+        return self._averager.averaged
+
+    @property
+    def bytes_reduced(self) -> int:
+        return self._averager.bytes_reduced
+
+    def summary(self) -> dict[str, Any]:
+        return self._averager.summary()
+
+    def state(self) -> dict[str, Any]:
+        return self._averager.state()
+
+    def rank_state(self) -> dict[str, Any]:
+        return self._averager.rank_state()
+
+    def restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
+        assert state is not None
+        self._averager.restore(state, rank_state)

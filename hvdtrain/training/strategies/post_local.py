@@ -1,0 +1,75 @@
+"""Post-local SGD (Lin et al., arXiv:1808.07217): synchronous training first, then local SGD."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.strategies.local import LocalStrategy
+from hvdtrain.training.strategies.sync import SyncStrategy
+
+
+class PostLocalStrategy:
+    """Switches from one strategy to another after a number of steps.
+
+    Args:
+        switch_step: the number of synchronous steps.
+    """
+
+    mode = "local"
+    ranks_are_independent = True
+
+    def __init__(self, first: SyncStrategy, then: LocalStrategy, switch_step: int, progress: Progress):
+        self._first = first
+        self._then = then
+        self._switch_step = switch_step
+        self._progress = progress
+        self.marks: tuple[int, ...] = (switch_step,)
+        self.in_lockstep = then.in_lockstep
+
+    @property
+    def _has_switched(self) -> bool:
+        return self._progress.step >= self._switch_step
+
+    @property
+    def _current(self) -> SyncStrategy | LocalStrategy:
+        return self._then if self._has_switched else self._first
+
+    def start(self) -> None:
+        self._current.start()
+
+    def run(self, max_steps: int) -> None:
+        before = self._current
+        before.run(max_steps)
+        if self._current is not before:
+            self._current.start()
+
+    def synchronized(self) -> AbstractContextManager[None]:
+        return self._current.synchronized()
+
+    def compare_replicas(self) -> None:
+        self._current.compare_replicas()
+
+    def finish(self) -> None:
+        self._current.finish()
+
+    @property
+    def averaged(self) -> Averaged | None:
+        return self._current.averaged
+
+    @property
+    def bytes_reduced(self) -> int:
+        return self._first.bytes_reduced + self._then.bytes_reduced
+
+    def summary(self) -> dict[str, Any]:
+        return self._then.summary()
+
+    def state(self) -> dict[str, Any]:
+        return self._then.state()
+
+    def rank_state(self) -> dict[str, Any]:
+        return self._then.rank_state()
+
+    def restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
+        self._then.restore(state, rank_state)

@@ -1,0 +1,75 @@
+"""What a strategy is: how the ranks of a run train together."""
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import keras
+
+from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.train_step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyContext:
+    """What a strategy works on."""
+
+    model: keras.Model
+    plan: SamplePlan
+    progress: Progress
+    train_step: TrainStep
+    collectives: Collectives
+    job_watch: JobWatch
+
+
+class Strategy(Protocol):
+    """Makes steps, and knows what the model of all ranks together is."""
+
+    mode: str
+    """``sync`` or ``local``, for the summary."""
+    marks: tuple[int, ...]
+    """Steps after which a call has to end."""
+    in_lockstep: bool
+    """Whether ranks make every step together, so that their step times can be compared."""
+    ranks_are_independent: bool
+    """Whether each rank has a replica of its own: what one rank finds in its gradients, others may not."""
+
+    def start(self) -> None:
+        """Call it before the first step, when replicas are equal or restored."""
+
+    def run(self, max_steps: int) -> None:
+        """Makes one call of steps, at most ``max_steps``, and counts them."""
+
+    def synchronized(self) -> AbstractContextManager[None]:
+        """In the block, the model is that of all ranks together; all ranks must enter it."""
+
+    def compare_replicas(self) -> None:
+        """Raises DivergenceError if replicas differ that must be equal; all ranks must call it."""
+
+    def finish(self) -> None:
+        """Call it after the last step: what is averaged stays."""
+
+    @property
+    def averaged(self) -> Averaged | None:
+        """If each rank has a replica of its own: the context in which the model is that of all ranks."""
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes that this rank has passed to an allreduce."""
+
+    def summary(self) -> dict[str, Any]:
+        """The strategy's part of a run's ``summary.json``."""
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of all ranks together."""
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of this rank, in addition to its variables."""
+
+    def restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
+        """Restores what these returned; ``rank_state`` is None on another number of ranks."""

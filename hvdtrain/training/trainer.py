@@ -1,0 +1,356 @@
+"""The training loop: owns the order of operations and delegates the work."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+
+from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
+from hvdtrain.config.fields import as_dict, with_options
+from hvdtrain.data import Data, Source
+from hvdtrain.data.feeds import EvaluationFeed
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.distributed import replica_consistency, runtime
+from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.errors import StoppedEarly, UsageError
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.loggers.reporter import Reporter
+from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
+from hvdtrain.optim.hooks import remove_loop_hooks
+from hvdtrain.training.activations import Activations
+from hvdtrain.training.callbacks import RankCallbacks
+from hvdtrain.training.clock import Clock
+from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.evaluator import Evaluator
+from hvdtrain.training.guards import Guards
+from hvdtrain.training.metric_state import require_sums
+from hvdtrain.training.report import TrainingReport
+from hvdtrain.training.state import RunState
+from hvdtrain.training.step_runner import StepRunner, sample_plan
+from hvdtrain.training.step_times import EXCHANGE_EVERY
+from hvdtrain.training.triggers import Triggers
+
+
+class Trainer:
+    """Trains a compiled Keras model on all ranks as one process would train it on the whole batch.
+
+    With ``mode="local"`` the ranks train independently instead, and their parameters are averaged periodically;
+    evaluations, callbacks and checkpoints see the averaged model.
+
+    Args:
+        model: built and compiled; its optimizer is made distributed if it is not yet. If it was made with
+            ``use_ema=True``, the EMA of the weights is evaluated, and left in the model at the end.
+        data: the samples to train on, all of them on every rank: a source, or what Keras takes (``tf.data.Dataset``,
+            PyDataset, arrays); or these and the samples to evaluate on, as ``hvdtrain.data.Data(training,
+            evaluation)``. Each rank reads its share.
+        config: how to train; exactly one of ``steps`` and ``epochs`` must be set.
+        callbacks: Keras callbacks, the same on every rank. Writers such as ModelCheckpoint run on rank 0.
+            TerminateOnNaN replaces ``on_nan="stop"``.
+        reporter: receives training events (default: none).
+        checkpointer: of this model; saves every ``checkpoint_every`` steps, after the last step and when the job is
+            asked to stop (default: nothing is saved).
+        job_watch: source of stop requests; receives heartbeats (default: none).
+        collectives: the ranks that train together (default: those of ``hvdtrain.init()``).
+
+    Raises:
+        UsageError: an argument breaks its rule.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Source | Data,
+        config: TrainConfig,
+        *,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        reporter: Reporter | None = None,
+        checkpointer: Checkpointer | None = None,
+        job_watch: JobWatch | None = None,
+        collectives: Collectives | None = None,
+    ):
+        self.model = model
+        self._data = data = data if isinstance(data, Data) else Data(data)
+        self._config = config
+        self._collectives = collectives = collectives or runtime.current().collectives
+        self._reporter = reporter or Reporter()
+        self._job_watch = job_watch or JobWatch(collectives)
+        self._checkpointer = checkpointer
+        self.total_steps = total_steps(config, sample_plan(data.training, config, collectives))
+        if any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks):
+            on_nan = "ignore" if config.guards.on_nan == "stop" else config.guards.on_nan
+            config = with_options(config, {"on_nan": on_nan})
+        self._runner = StepRunner(
+            model,
+            data.training,
+            config,
+            collectives=collectives,
+            job_watch=self._job_watch,
+            logging=config.logging,
+            total_steps=self.total_steps,
+        )
+        self.plan = self._runner.plan
+        self._progress = self._runner.progress
+        self._strategy = self._runner.strategy
+        steps_per_epoch = self.plan.steps_per_epoch
+        self._callbacks = RankCallbacks(
+            callbacks,
+            model,
+            collectives,
+            epochs=-(-self.total_steps // steps_per_epoch),
+            steps_per_epoch=steps_per_epoch,
+        )
+        self._shows_ema = keeps_ema(model) and not self._callbacks.swap_averaged_weights
+        self._state = RunState(self._runner, self._callbacks)
+        self._guards = Guards(self._runner, self._reporter)
+        self._report = TrainingReport(
+            self._runner, self._reporter, Activations(model, data.evaluation or data.training)
+        )
+        self._evaluator = self._make_evaluator()
+        self._first_profiled, self._last_profiled = config.logging.profile_range or (1, 0)
+        self._triggers = self._make_triggers()
+        self._clock = Clock()
+        self._has_begun = False
+
+    @property
+    def step(self) -> int:
+        """Number of steps made."""
+        return self._progress.step
+
+    def fit(self, *, on_start: Callable[[Restored | None], None] = lambda restored: None) -> dict[str, Any]:
+        """Trains.
+
+        Args:
+            on_start: called on every rank before the first step, after the ranks were compared and the run was
+                restored, with the checkpoint that it resumes from.
+
+        Returns:
+            A run's ``summary.json``, except for what only the command line knows.
+
+        Raises:
+            DataError: more samples are unreadable than allowed, or a file changed while training.
+            DisagreementError: ranks differ in arguments, data or model.
+            DivergenceError: replicas that must be equal are not.
+            JobError: on every rank: the checkpoint is damaged, or of another run.
+            NonFiniteError: a loss or a gradient is not finite, with ``on_nan='stop'``.
+            StoppedEarly: the job was asked to stop; all ranks stopped at the same step, and it is saved.
+            UsageError: it was called before.
+        """
+        if self._has_begun:
+            raise UsageError(
+                f"fit() must be called once. Received: a second call, after {self.step} steps. Make another trainer."
+            )
+        self._has_begun = True
+        restored = self._prepare()
+        on_start(restored)
+        self._clock = Clock()
+        self._runner.feed.start(self._runner.train_step.steps_made * self.plan.gradient_accumulation_steps)
+        self._reporter.model_built(self.model)
+        if restored is not None:
+            self._reporter.resumed(self.step, restored.path)
+        self._callbacks.train_begins(None if restored is None else restored.state["callbacks"])
+        self._train()
+        return self._finish(restored)
+
+    def _prepare(self) -> Restored | None:
+        """Compares the ranks, makes replicas equal, and restores the checkpoint to resume from."""
+        arguments = {
+            **as_dict(self._config),
+            "steps": self.total_steps,
+            "callbacks": self._callbacks.names,
+            "checkpointer": "none" if self._checkpointer is None else "given",
+            "synchronized BatchNormalization layers": self._runner.num_synchronized,
+        }
+        require_agreement("arguments of Trainer", arguments, self._collectives)
+        evaluation = self._data.evaluation
+        require_agreement("evaluation data", {} if evaluation is None else evaluation.facts(), self._collectives)
+        self._runner.prepare()
+        if evaluation is not None:
+            self._runner.quota.note_known(evaluation.bad_samples)
+        restored = None
+        if self._checkpointer is not None:
+            # Metrics must have their variables before these are restored.
+            self._runner.build_metrics(required=True)
+            restored = self._state.restore(self._checkpointer, self._config.checkpoint.resume)
+            if restored is not None:
+                on_every_rank(self._data.training.check_unchanged, self._collectives)
+        self._strategy.start()
+        return restored
+
+    def _train(self) -> None:
+        progress, triggers = self._progress, self._triggers
+        call_end = triggers.next_call_end(progress.step)
+        # A run that was stopped in an evaluation resumes with what remains to be done after its last call.
+        next_due = triggers.next_due(progress.step) if progress.is_between_calls else progress.step
+        while not self._is_done():
+            if progress.is_between_calls:
+                self._stop_if_requested()
+                self._run_steps(call_end - progress.step)
+            if progress.step >= next_due or progress.is_stopped:
+                self._after_steps()
+                call_end, next_due = triggers.next_call_end(progress.step), triggers.next_due(progress.step)
+            progress.is_between_calls = True
+
+    def _is_done(self) -> bool:
+        progress = self._progress
+        return progress.is_between_calls and (progress.is_stopped or progress.step == self.total_steps)
+
+    def _run_steps(self, max_steps: int) -> None:
+        """Makes one compiled call of steps."""
+        progress = self._progress
+        before = progress.previous_step = progress.step
+        if not progress.is_in_epoch:
+            self._begin_epoch()
+        if self._first_profiled <= before + 1 <= self._last_profiled:
+            self._reporter.profile_begins()
+        if self._callbacks.use_train_batches:
+            self._callbacks.train_call_begins(before % self.plan.steps_per_epoch)
+        self._job_watch.heartbeat("training", before)
+        start_s = time.perf_counter()
+        self._strategy.run(max_steps)
+        self._clock.calls.append((max(1, progress.step - before), time.perf_counter() - start_s))
+        if self._callbacks.use_train_batches:
+            progress.is_stopped = self._end_call()
+        progress.is_between_calls = progress.is_logged = False
+
+    def _log_steps(self) -> None:
+        """What is due at this step before the evaluation, in order."""
+        progress = self._progress
+        if progress.step == self._last_profiled:
+            self._reporter.profile_ends()
+        if self._is_due("exchange", at_end=False):
+            self._runner.shares.exchange()
+        if self._is_due("guard") or progress.is_stopped:
+            self._guards.check()
+        if self._is_due("log") or progress.is_stopped:
+            self._report.log(self._clock)
+        if self._is_due("histograms", at_end=False):
+            self._report.histograms()
+        if self._is_due("check"):
+            self._strategy.compare_replicas()
+        progress.is_logged = True
+
+    def _after_steps(self) -> None:
+        """What is due at this step, in order."""
+        progress = self._progress
+        if not progress.is_logged:
+            self._log_steps()
+        if self._evaluator is not None and (self._is_due("eval") or progress.is_stopped):
+            results = self._evaluator.run(self._callbacks, self.step)
+            self._stop_if_requested()
+            assert results is not None
+            progress.record_evaluation(results)
+            self._reporter.evaluated(self.step, results)
+        if self._is_due("epoch") or progress.is_stopped:
+            progress.is_stopped = self._end_epoch() or progress.is_stopped
+        progress.is_between_calls = True
+        if self._is_due("checkpoint") and not self._is_done():
+            self._save()
+
+    def _is_due(self, name: str, *, at_end: bool = True) -> bool:
+        return self._triggers.is_due(name, self._progress.previous_step, self.step, at_end=at_end)
+
+    def _stop_if_requested(self) -> None:
+        """Every rank checks at the same points of the run, and all stop at the same one."""
+        if not self._job_watch.check():
+            return
+        saved = "Nothing was saved: the trainer has no checkpointer."
+        if self._checkpointer is not None:
+            self._save(wait=True)
+            saved = "The state is saved; restart the job to resume."
+        raise StoppedEarly(
+            f"stopped at step {self.step} of {self.total_steps} ({self._job_watch.stop_reason}). {saved}"
+        )
+
+    def _begin_epoch(self) -> None:
+        if self._data.training.can_change:
+            on_every_rank(self._data.training.check_unchanged, self._collectives)
+        self.model.reset_metrics()
+        require_sums(self.model)
+        self._progress.validated = {}
+        self._progress.epoch = self.step // self.plan.steps_per_epoch
+        self._progress.is_in_epoch = True
+        self._callbacks.epoch_begins(self._progress.epoch)
+
+    def _end_call(self) -> bool:
+        """Returns whether a callback stops the training."""
+        last_batch = (self.step - 1) % self.plan.steps_per_epoch
+        values = self._report.epoch_so_far()
+        # A ModelCheckpoint may save here; not all Keras versions do so at multiples of its interval.
+        may_save = bool(self._callbacks.save_intervals)
+        with self._strategy.synchronized() if may_save else nullcontext():
+            return self._callbacks.train_call_ends(last_batch, values)
+
+    def _end_epoch(self) -> bool:
+        """Returns whether a callback stops the training."""
+        self._progress.is_in_epoch = False
+        if not self._callbacks.names:
+            return False  # No callback needs the values: no reduction.
+        values = self._report.epoch_so_far()
+        ema = ema_weights(self.model) if self._shows_ema else nullcontext()
+        with self._strategy.synchronized(), ema:
+            return self._callbacks.epoch_ends(self._progress.epoch, {**values, **self._progress.validated})
+
+    def _save(self, wait: bool = False) -> None:
+        assert self._checkpointer is not None
+        self._job_watch.heartbeat("saving", self.step)
+        self._state.save(self._checkpointer, wait=wait)
+
+    def _finish(self, restored: Restored | None) -> dict[str, Any]:
+        self._reporter.profile_ends()
+        self._strategy.compare_replicas()
+        if self._checkpointer is not None:
+            self._save(wait=True)
+        self._strategy.finish()
+        replica_consistency.share_statistics(self.model, self._collectives)
+        if self._shows_ema:
+            keep_ema_weights(self.model)
+        self._callbacks.train_ends(self._progress.values)
+        remove_loop_hooks(self.model)
+        return self._report.summary(self._clock, None if restored is None else restored.step)
+
+    def _make_evaluator(self) -> Evaluator | None:
+        source = self._data.evaluation
+        if source is None:
+            return None
+        place = (self._collectives.rank, self._collectives.size)
+        return Evaluator(
+            self.model,
+            EvaluationFeed(source, self._config.batch_size, *place, self._runner.quota),
+            self._collectives,
+            uses_ema=self._shows_ema,
+            synchronized=self._strategy.synchronized,
+            job_watch=self._job_watch,
+        )
+
+    def _make_triggers(self) -> Triggers:
+        config = self._config
+        profiled = [self._first_profiled - 1, self._last_profiled] if self._last_profiled else []
+        return Triggers(
+            self.total_steps,
+            marks=[*self._strategy.marks, *profiled],
+            intervals=self._callbacks.save_intervals,
+            loose=["guard", "exchange"],
+            epoch=self.plan.steps_per_epoch,
+            log=config.logging.log_every,
+            histograms=config.logging.histograms_every,
+            eval=config.eval_every or self.plan.steps_per_epoch,
+            check=config.guards.check_every,
+            checkpoint=config.checkpoint.checkpoint_every if self._checkpointer is not None else 0,
+            guard=config.guards.guard_every,
+            exchange=EXCHANGE_EVERY if self._strategy.in_lockstep else 0,
+        )
+
+
+def total_steps(config: TrainConfig, plan: SamplePlan) -> int:
+    """The number of steps that a configuration asks for.
+
+    Raises:
+        UsageError: not exactly one of ``steps`` and ``epochs`` is set.
+    """
+    if (config.steps is None) == (config.epochs is None):
+        raise UsageError(f"set either steps or epochs. Received: steps={config.steps}, epochs={config.epochs}")
+    return config.steps if config.steps is not None else (config.epochs or 0) * plan.steps_per_epoch

@@ -1,0 +1,68 @@
+"""A training step whose forward and backward pass is compiled by XLA; reduction and update stay outside."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.optim.hooks import held_gradients, run_train_step
+from hvdtrain.system import devices
+
+T = TypeVar("T")
+
+
+def require_compilable(num_synchronized: int) -> None:
+    """Refuses what XLA cannot compile, or not so that runs are bit-identical.
+
+    Args:
+        num_synchronized: the model's synchronized BatchNormalization layers.
+
+    Raises:
+        UsageError: the model has such layers, or operations must be deterministic.
+    """
+    if num_synchronized:
+        raise UsageError(
+            "jit_compile excludes BatchNormalization over all ranks, which communicates in the forward pass. "
+            f"Received: {num_synchronized} synchronized layer(s). Leave one of them out."
+        )
+    if devices.is_deterministic():
+        raise UsageError(
+            "jit_compile excludes deterministic: XLA has no deterministic form of some operations. Received: both. "
+            "Leave one of them out."
+        )
+
+
+def compiled_train_step(model: keras.Model, data: Any, read: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """Runs the model's ``train_step`` without the update.
+
+    Args:
+        data: as ``train_step`` takes it.
+        read: called at the end of the compiled part, to return a tensor of it.
+
+    Returns:
+        What ``read`` returned; and a function that makes the update.
+
+    Raises:
+        UsageError: a user's own ``train_step`` does not apply gradients exactly once.
+    """
+    with held_gradients(model.optimizer) as held:
+
+        def compute(data: Any) -> tuple[T, list[list[Any]]]:
+            held.clear()  # TensorFlow may trace it twice.
+            run_train_step(model, model.train_step, data)
+            return read(), [list(grads) for grads, _ in held]
+
+        found, gradients = tf.function(compute, jit_compile=True, autograph=False)(data)
+    if len(held) != 1:
+        raise UsageError(
+            f"with jit_compile, train_step must apply gradients once. Received: {type(model).__name__}.train_step, "
+            f"which does {len(held)} times. Leave jit_compile out."
+        )
+    return found, lambda: model.optimizer.apply(gradients[0], held[0][1])
+
+
+def is_uncompilable(error: BaseException) -> bool:
+    """Whether a compiled step raised this because XLA does not support an operation."""
+    return isinstance(error, (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError)) and "XLA" in str(error)
