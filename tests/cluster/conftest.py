@@ -1,4 +1,4 @@
-"""The laboratory is a module of launch/lab, which is no package; and the launcher of jobs is that of tests/parallel."""
+"""Makes launch/lab and tests/parallel, which are no packages, importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Slurm of the hosts of a laboratory: Debian's slurm-wlm and munge, started and ended by the tests."""
+"""A Slurm cluster on lab hosts: Debian's slurm-wlm and munge, started and stopped by the tests."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ SlurmctldHost=lab1
 AuthType=auth/munge
 CryptoType=crypto/munge
 SlurmUser=root
-StateSaveLocation={place}/state
+StateSaveLocation={folder}/state
 SlurmdSpoolDir=/mnt/spool
-SlurmctldPidFile={place}/slurmctld.pid
+SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile=/mnt/slurmd.pid
-SlurmctldLogFile={place}/slurmctld.log
-SlurmdLogFile={place}/slurmd-%n.log
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
@@ -36,30 +36,30 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> list[str]:
-    """What this machine lacks for it."""
-    places = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    """The prerequisites of Slurm that this machine lacks."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     needed = {"slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "sbatch": "slurm-wlm", "munged": "munge"}
-    return [f"{name} (Debian: {package})" for name, package in needed.items() if not shutil.which(name, path=places)]
+    return [f"{name} (Debian: {package})" for name, package in needed.items() if not shutil.which(name, path=path)]
 
 
 class Slurm:
-    """A controller on the first host, and each host a node with 4 processors.
+    """A controller on the first host; every host is a node with 4 CPUs.
 
     Args:
-        place: a folder for its state.
+        folder: where to keep Slurm's state.
     """
 
-    def __init__(self, lab: Laboratory, place: Path):
+    def __init__(self, lab: Laboratory, folder: Path):
         self._lab = lab
-        self._place = place
+        self._folder = folder
         self._processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Slurm":
         self._start_munge()
-        conf = self._place / "slurm.conf"
-        (self._place / "state").mkdir()
-        conf.write_text(_CONF.format(place=self._place, nodes=",".join(self._lab.names)))
-        # By default in /tmp, which is the same for all hosts here.
+        conf = self._folder / "slurm.conf"
+        (self._folder / "state").mkdir()
+        conf.write_text(_CONF.format(folder=self._folder, nodes=",".join(self._lab.names)))
+        # The default is /tmp, which lab hosts share.
         conf.with_name("mpi.conf").write_text("PMIxCliTmpDirBase=/mnt\n")
         os.environ["SLURM_CONF"] = str(conf)
         self._start(self._lab.command("lab1", ["slurmctld", "-D", "-f", str(conf)]))
@@ -68,7 +68,7 @@ class Slurm:
             self._start(self._lab.command(name, ["slurmd", "-D", "-N", name, "-f", str(conf)]))
         deadline_s = time.monotonic() + 30
         while self.ask("sinfo", "-h", "-o", "%T %D") != f"idle {len(self._lab.names)}":
-            assert time.monotonic() < deadline_s, (self._place / "slurmctld.log").read_text()[-2000:]
+            assert time.monotonic() < deadline_s, (self._folder / "slurmctld.log").read_text()[-2000:]
             time.sleep(0.2)
         return self
 
@@ -83,7 +83,7 @@ class Slurm:
         del os.environ["SLURM_CONF"]
 
     def _start_munge(self) -> None:
-        folder = self._place / "munge"
+        folder = self._folder / "munge"
         folder.mkdir()
         key = folder / "key"
         key.write_bytes(os.urandom(128))
@@ -95,17 +95,17 @@ class Slurm:
         self._start(["munged", "--foreground", "--force", f"--socket={socket}", f"--key-file={key}", *files])
         deadline_s = time.monotonic() + 10
         while not socket.exists():
-            assert time.monotonic() < deadline_s, "munged did not come up"
+            assert time.monotonic() < deadline_s, "munged did not start"
             time.sleep(0.1)
 
     def _start(self, command: list[str]) -> None:
-        with (self._place / f"{len(self._processes)}.log").open("w") as log:
+        with (self._folder / f"{len(self._processes)}.log").open("w") as log:
             self._processes.append(
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
             )
 
     def ask(self, *command: str) -> str:
-        """What a command of Slurm says on the first host."""
+        """Runs a Slurm command on the first host and returns its output."""
         done = subprocess.run(
             self._lab.command("lab1", list(command)), capture_output=True, text=True, timeout=30, check=False
         )

@@ -1,4 +1,4 @@
-"""The digits with a smooth network: near a kink of ReLU the last bit of a sum would decide about the third digit."""
+"""The digits with a smooth network: near ReLU's kink, rounding differences would grow too large to compare runs."""
 
 import keras
 from keras import layers
@@ -7,7 +7,7 @@ import hvdtrain
 from hvdtrain.tasks import digits
 
 
-def model(data: hvdtrain.tasks.Data) -> keras.Model:
+def model(data: hvdtrain.data.Data) -> keras.Model:
     return keras.Sequential(
         [layers.Input((8, 8, 1)), layers.Flatten(), layers.Dense(64, activation="tanh"), layers.Dense(10)]
     )

@@ -1,4 +1,4 @@
-"""Environments made differently, each in a copy of the checkout: with the site's MPI, and for GPUs with NCCL."""
+"""Environments built in a copy of the checkout: with a site MPI, and for GPUs with NCCL."""
 
 import json
 import os
@@ -12,18 +12,18 @@ from launcher import ROOT
 
 pytestmark = pytest.mark.long
 NAMES = {"mpich": "MPICH", "openmpi": "Open MPI"}
-# Hosts of the laboratory share the cores of this one: as many threads on each as two ranks have here.
+# Lab hosts share the cores of this machine: use as many threads per rank as two local ranks get.
 TRAIN = ["python", "-m", "hvdtrain", "--deterministic", "--steps", "20", "--threads", "1"]
 
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    left_out = shutil.ignore_patterns(".venv*", ".git", "runs", "__pycache__", ".*_cache")
-    return Path(shutil.copytree(ROOT, tmp_path / "hvdtrain", ignore=left_out))
+    ignored = shutil.ignore_patterns(".venv*", ".git", "runs", "__pycache__", ".*_cache")
+    return Path(shutil.copytree(ROOT, tmp_path / "hvdtrain", ignore=ignored))
 
 
 def environment(*folders: Path, **more: str) -> dict[str, str]:
-    """A shell outside this checkout's environment, with folders at the front of its PATH."""
+    """The variables of a shell outside this checkout's environment, with folders at the front of PATH."""
     own = str(ROOT / ".venv")
     path = [*map(str, folders), *(each for each in os.environ["PATH"].split(":") if not each.startswith(own))]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "VIRTUAL_ENV", "PYTHON"))}
@@ -32,13 +32,13 @@ def environment(*folders: Path, **more: str) -> dict[str, str]:
 
 @pytest.fixture(params=NAMES)
 def site(request, tmp_path) -> tuple[str, dict[str, str]]:
-    """The name of an MPI, and the variables of a shell that has loaded it."""
+    """An MPI's name, and the variables of a shell that has loaded it."""
     programs = {name: shutil.which(f"{name}.{request.param}") for name in ("mpicc", "mpicxx", "mpirun")}
     if None in programs.values():
         pytest.skip(f"needs Debian's {request.param} and its headers. Found: {programs}")
     (tmp_path / "bin").mkdir()
     for name, path in programs.items():
-        # No link: MPICH's looks for its other programs beside itself.
+        # Not a symlink: MPICH's mpirun looks for its other programs in its own folder.
         (tmp_path / "bin" / name).write_text(f'#!/bin/sh\nexec {path} "$@"\n')
         (tmp_path / "bin" / name).chmod(0o755)
     return request.param, environment(tmp_path / "bin", HVDTRAIN_MPI="site")
@@ -58,34 +58,34 @@ def digest(run_dir: Path) -> str:
 
 @pytest.fixture(scope="module")
 def usual(tmp_path_factory) -> str:
-    """What two ranks come to in this environment, and in each other: there is one way to add two numbers."""
+    """The weights' digest of two ranks in this environment. Any other gives the same: two numbers add up in one way."""
     run_dir = tmp_path_factory.mktemp("usual") / "run"
     run([str(ROOT / "launch" / "mpirun.sh"), "-np", "2", *TRAIN, "--run-dir", str(run_dir)], environment())
     return digest(run_dir)
 
 
-def test_the_sites_mpi(site, checkout, usual, tmp_path):
+def test_site_mpi(site, checkout, usual, tmp_path):
     name, env = site
     here, mpirun = str(checkout / "launch" / "run"), str(checkout / "launch" / "mpirun.sh")
     version = "from mpi4py import MPI; print(MPI.Get_library_version())"
     assert NAMES[name].replace(" MPI", " MPI v") in run([here, "python", "-c", version], env, timeout_s=900)
     run_dir = tmp_path / "run"
-    told = run([mpirun, "-np", "2", *TRAIN, "--run-dir", str(run_dir)], env)
-    assert f"by {NAMES[name]} 4" in told
-    assert "ranks: 2 on 1 host(s)" in told, told
+    output = run([mpirun, "-np", "2", *TRAIN, "--run-dir", str(run_dir)], env)
+    assert f"by {NAMES[name]} 4" in output
+    assert "ranks: 2 on 1 host(s)" in output, output
     assert digest(run_dir) == usual
     if missing():
         return
     with Laboratory(2) as lab:
         command = [mpirun, "-H", lab.slots(), *TRAIN, "--run-dir", "/mnt/run"]
-        told = run(lab.command("lab1", ["env", *(f"{key}={value}" for key, value in env.items()), *command]), env)
-        assert "ranks: 2 on 2 host(s)" in told, told
+        output = run(lab.command("lab1", ["env", *(f"{key}={value}" for key, value in env.items()), *command]), env)
+        assert "ranks: 2 on 2 host(s)" in output, output
         assert digest(lab.path("lab1", "/mnt/run")) == usual
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="compiling for GPUs needs a CUDA toolkit: no nvcc on PATH")
 def test_nccl(checkout, usual, tmp_path):
-    """Compiled, linked and loaded; without a GPU, ranks average on CPUs all the same."""
+    """NCCL is compiled in, linked and loaded; without a GPU, ranks average on CPUs."""
     env = environment(HOROVOD_GPU_OPERATIONS="NCCL")
     here = str(checkout / "launch" / "run")
     built = "import horovod.tensorflow as hvd; print(hvd.nccl_built() > 20000 and hvd.cuda_built())"

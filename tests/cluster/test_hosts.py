@@ -1,4 +1,4 @@
-"""Jobs on two hosts of the laboratory: started, kept from starting, and cut off."""
+"""Jobs on two lab hosts: normal runs, hosts that are not ready, and network failures."""
 
 import contextlib
 import json
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from laboratory import PLACE, Laboratory, missing
+from laboratory import FOLDER, Laboratory, missing
 from launcher import LONG, ROOT, Finished, Job, run_job
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"a laboratory needs {', '.join(missing())}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}")]
 
 MPIRUN, HOROVODRUN = str(ROOT / "launch" / "mpirun.sh"), str(ROOT / "launch" / "horovodrun.sh")
 TRAIN = [sys.executable, "-m", "hvdtrain", "--deterministic", "--run-dir"]
@@ -56,13 +56,13 @@ def one_process(tmp_path_factory) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun", LONG("gloo")])
 def test_two_hosts_equal_one_process(launcher, lab, one_process):
-    """With the run directory on the first host alone, and nothing secret where others can read it."""
+    """The run directory is only on the first host, and no secrets appear on command lines."""
     run_dir = f"/mnt/{launcher}"
     command = [*TRAIN, run_dir, *SMOOTH, "--steps", "40", "--batch-size", "32"]
     job = start(lab, command, ranks_per_host=2, launcher=launcher, MY_PASSWORD="hunter2")
     lines = set()
     while job.is_running:
-        # What runs on the other host, and what is on the way to it.
+        # Processes on both hosts, including ssh clients.
         lines |= command_lines()
         time.sleep(0.2)
     done = job.end(10)
@@ -78,7 +78,7 @@ def test_two_hosts_equal_one_process(launcher, lab, one_process):
 
 
 def command_lines() -> set[bytes]:
-    """Of all processes; some end while they are looked at."""
+    """The command lines of all processes; some may end meanwhile."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -86,22 +86,22 @@ def command_lines() -> set[bytes]:
     return found
 
 
-def test_a_run_goes_on_from_checkpoints_of_the_first_host(lab):
-    straight, halves = "/mnt/straight", "/mnt/halves"
-    for run_dir, steps in ((straight, 40), (halves, 20), (halves, 40)):
+def test_run_resumes_from_checkpoints_of_the_first_host(lab):
+    uninterrupted, resumed = "/mnt/uninterrupted", "/mnt/resumed"
+    for run_dir, steps in ((uninterrupted, 40), (resumed, 20), (resumed, 40)):
         done = start(lab, [*TRAIN, run_dir, "--steps", str(steps)]).end(90)
         assert done.code == 0, done.output
-    one, other = (json.loads(lab.path("lab1", f"{each}/summary.json").read_text()) for each in (straight, halves))
+    one, other = (json.loads(lab.path("lab1", f"{each}/summary.json").read_text()) for each in (uninterrupted, resumed))
     assert other["resumed_from"] == 20
     assert other["weights_sha256"] == one["weights_sha256"]
 
 
-def test_averaging_across_hosts_spares_the_network(lab):
+def test_averaging_across_hosts_reduces_network_traffic(lab):
     """Gradients are averaged within each host at every step, parameters between hosts at every 48th."""
     sent = {}
     for mode, more in (
         ("sync", []),
-        ("host", ["--mode", "local", "--average-across", "host", "--average-every", "48"]),
+        ("host", ["--mode", "local", "--average-across", "host", "--sync-every", "48"]),
     ):
         before = lab.bytes_sent("lab1")
         options = ["--steps", "240", "--eval-every", "0", "--check-every", "0", *more]
@@ -111,7 +111,7 @@ def test_averaging_across_hosts_spares_the_network(lab):
         summary = json.loads(lab.path("lab1", f"/mnt/{mode}/summary.json").read_text())
         assert (summary["ranks"], summary["hosts"]) == (4, 2)
         assert summary["eval"]["accuracy"] > 0.9
-    # A start, a comparison of replicas and an evaluation cost as much in both.
+    # Starting, comparing replicas and evaluating send the same in both.
     assert sent["host"] < 0.4 * sent["sync"], sent
 
 
@@ -126,8 +126,8 @@ assert (total == MPI.COMM_WORLD.size).all() and MPI.COMM_WORLD.size == 3
 """
 
 
-def test_three_hosts_send_what_a_ring_has_to():
-    """Open MPI's own choice sends twice as much where the number of ranks is no power of two."""
+def test_three_hosts_send_the_minimum_of_a_ring():
+    """Open MPI's default sends twice as much if the number of ranks is not a power of two."""
     size = 8 << 20
     with Laboratory(3) as lab:
         before = [lab.bytes_sent(name) for name in lab.names]
@@ -139,7 +139,7 @@ def test_three_hosts_send_what_a_ring_has_to():
     assert needed < max(sent) < 1.1 * needed, [each / needed for each in sent]
 
 
-def test_a_file_of_hosts_a_network_and_variables(lab, tmp_path):
+def test_hostfile_network_and_variables(lab, tmp_path):
     (tmp_path / "hosts.txt").write_text("lab1 slots=2\nlab2 slots=1  # the small one\n")
     options = ["--hostfile", str(tmp_path / "hosts.txt"), "--network", "eth0", "--env", "GREETING"]
     line = ["env", "GREETING=hello", MPIRUN, *options, "sh", "-c", 'echo "$GREETING from $(hostname)"']
@@ -149,7 +149,7 @@ def test_a_file_of_hosts_a_network_and_variables(lab, tmp_path):
     assert sorted(re.findall(r"hello from (\w+)", done.output)) == ["lab1", "lab1", "lab2"]
 
 
-def test_the_doctor_compares_hosts(lab):
+def test_doctor_compares_hosts(lab):
     done = start(lab, ["python", "-m", "hvdtrain", "doctor"]).end(60)
     assert done.code == 0, done.output
     assert re.search(r"host +lab1 +lab2", done.output), done.output
@@ -158,7 +158,7 @@ def test_the_doctor_compares_hosts(lab):
     assert re.search(r"one connection from lab1 to lab2: \d+ Mbit/s", done.output), done.output
 
 
-def test_a_job_that_dies_is_started_again(lab):
+def test_failed_job_is_restarted(lab):
     options = ["--steps", "300", "--checkpoint-every", "20", "--run-dir", "/mnt/again"]
     supervised = [str(ROOT / "launch" / "run"), "--restarts", "2", MPIRUN, "-H", lab.slots(), *TRAIN[:-1], *options]
     job = Job(lab.command("lab1", supervised), ranks=2, launcher="")
@@ -168,12 +168,12 @@ def test_a_job_that_dies_is_started_again(lab):
     os.kill(next(pid for pid, env in job.processes().items() if env.get("OMPI_COMM_WORLD_RANK") == "1"), signal.SIGKILL)
     done = job.end(90)
     assert done.code == 0, done.output
-    assert "rank 1 (host lab2) is gone" in done.output
+    assert "lost connection to rank 1 (host lab2)" in done.output
     assert json.loads(lab.path("lab1", "/mnt/again/summary.json").read_text())["resumed_from"] >= 20
 
 
-def refused(lab: Laboratory, launcher: str = "mpirun", *options: str) -> Finished:
-    """A job that is not started, within the time that hosts have to answer."""
+def failed_start(lab: Laboratory, launcher: str = "mpirun", *options: str) -> Finished:
+    """Runs a launcher that must fail before it starts a job, within the timeout for hosts."""
     began_s = time.monotonic()
     line = [*LAUNCHERS[launcher], "--start-timeout", "4", *options, "-H", lab.slots(), "hostname"]
     done = Job(lab.command("lab1", line), ranks=2, launcher="").end(30)
@@ -183,41 +183,43 @@ def refused(lab: Laboratory, launcher: str = "mpirun", *options: str) -> Finishe
     return done
 
 
-def test_a_host_that_cannot_be_reached_is_named(lab):
+def test_unreachable_host_is_reported(lab):
     assert start(lab, ["hostname"]).end(20).code == 0
-    # Its packets get lost.
+    # Its packets are dropped.
     lab.cut("lab2")
     for launcher in LAUNCHERS:
         assert (
-            "host lab2 must let ssh in without a question. Received: ssh: connect to host lab2"
-            in refused(lab, launcher).output
+            "host lab2 must accept ssh without a prompt. Received: ssh: connect to host lab2"
+            in failed_start(lab, launcher).output
         )
-    lab.mend("lab2")
-    # Another host answers in its name.
-    known = PLACE / "lab1" / "ssh" / "known_hosts"
+    lab.restore("lab2")
+    # Another host responds in its name.
+    known = FOLDER / "lab1" / "ssh" / "known_hosts"
     text = known.read_text()
     known.write_text(re.sub(r"(lab1\S* \S+ )(\S+)( .*\nlab2\S* \S+ )\S+", r"\1\2\3\2", text))
-    assert "host lab2 must let ssh in without a question. Received: WARNING: REMOTE HOST" in refused(lab).output
+    assert "host lab2 must accept ssh without a prompt. Received: WARNING: REMOTE HOST" in failed_start(lab).output
     known.write_text(text)
-    # It has no key of ours.
-    authorized = PLACE / "lab2" / "ssh" / "authorized_keys"
+    # It does not accept our key.
+    authorized = FOLDER / "lab2" / "ssh" / "authorized_keys"
     text = authorized.read_text()
     authorized.write_text("")
-    assert "host lab2 must let ssh in without a question. Received: root@lab2: Permission denied" in refused(lab).output
+    assert (
+        "host lab2 must accept ssh without a prompt. Received: root@lab2: Permission denied" in failed_start(lab).output
+    )
     authorized.write_text(text)
-    # It has no environment: its view of it is an empty disk.
+    # It has no environment: an empty disk is mounted over it.
     venv = sys.prefix
     subprocess.run(lab.command("lab2", ["mount", "-t", "tmpfs", "tmpfs", venv]), check=True)
-    assert f"host lab2 must have the same environment in the same place. Received: no {venv}" in refused(lab).output
+    assert f"host lab2 must have the same environment at the same path. Received: no {venv}" in failed_start(lab).output
     subprocess.run(lab.command("lab2", ["umount", venv]), check=True)
     assert start(lab, ["hostname"]).end(20).code == 0
-    # Its ssh server is gone.
+    # Its ssh server is not running.
     lab.kill("lab2")
-    assert "Connection refused" in refused(lab).output
+    assert "Connection refused" in failed_start(lab).output
 
 
-def test_a_port_that_is_taken(lab):
-    """Row 20. Ports are free ones, unless a site allows only some: then a job for which there is none ends at once."""
+def test_port_in_use(lab):
+    """Row 20. If a site restricts the port range and no port in it is free, the job ends at once."""
     listen = "import socket, time; taken = socket.create_server(('', 41000)); print(flush=True); time.sleep(100)"
     other = subprocess.Popen(lab.command("lab1", [sys.executable, "-c", listen]), stdout=subprocess.PIPE)
     try:
@@ -232,26 +234,26 @@ def test_a_port_that_is_taken(lab):
     assert "bind() failed: no port available in the range [41000" in done.output, done.output
 
 
-def test_another_version_on_a_host_is_named(lab, tmp_path):
-    """The other host has a package of its own, in which one line was changed."""
+def test_different_version_on_a_host_is_reported(lab, tmp_path):
+    """The other host has its own copy of the package, with one line changed."""
     copy = tmp_path / "hvdtrain"
     subprocess.run(["cp", "-r", str(ROOT / "hvdtrain"), str(copy)], check=True)
-    (copy / "intervals.py").write_text((copy / "intervals.py").read_text() + "# changed\n")
+    (copy / "errors.py").write_text((copy / "errors.py").read_text() + "# changed\n")
     subprocess.run(lab.command("lab2", ["mount", "--bind", str(copy), str(ROOT / "hvdtrain")]), check=True)
     try:
         done = start(lab, [*TRAIN, "/mnt/version", "--steps", "5"]).end(60)
     finally:
         subprocess.run(lab.command("lab2", ["umount", str(ROOT / "hvdtrain")]), check=True)
     assert done.code == 78, done.output
-    told = r"hvdtrain's code: '\w{12}' on rank 0 \(host lab1\), '\w{12}' on rank 1 \(host lab2\)"
-    assert re.search(told, done.output), done.output
+    difference = r"hvdtrain's code: '\w{12}' on rank 0 \(host lab1\), '\w{12}' on rank 1 \(host lab2\)"
+    assert re.search(difference, done.output), done.output
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", LONG("gloo")])
-def test_a_network_that_is_cut(launcher, lab):
-    """Row 8 of the list of faults: both sides stop; only one has written checkpoints, which can be gone on from."""
+def test_network_cut(launcher, lab):
+    """Row 8 of the list of faults: both sides stop; only one has written checkpoints, which can be resumed."""
     run_dir = f"/mnt/cut-{launcher}"
-    stall_s = 20  # a first step takes seconds on a machine that has other work
+    stall_s = 20  # the first step takes seconds on a busy machine
     options = ["--steps", "100000", "--checkpoint-every", "20", "--stall-timeout", str(stall_s)]
     job = start(lab, [*TRAIN, run_dir, *options], launcher=launcher)
     checkpoints = lab.path("lab1", f"{run_dir}/checkpoints")
@@ -266,24 +268,24 @@ def test_a_network_that_is_cut(launcher, lab):
             time.sleep(0.2)
         done = job.end(60)
     finally:
-        lab.mend("lab2")
+        lab.restore("lab2")
         job.kill()
     assert done.code != 0
-    assert re.search(r"hvdtrain: rank 1 \(host lab2\) has been silent for \d+ s", done.output), done.output
+    assert re.search(r"hvdtrain: no heartbeat from rank 1 \(host lab2\) for \d+ s", done.output), done.output
     assert not lab.path("lab2", run_dir).exists()
     (latest,) = sorted(checkpoints.glob("step-????????"))[-1:]
     subprocess.run(["sha256sum", "--quiet", "--check", "SHA256SUMS"], cwd=latest, check=True)
 
 
 def ranks_left(job: Job) -> list[int]:
-    """The processes of ranks, on both hosts."""
+    """The processes of ranks on both hosts."""
     variables = {"OMPI_COMM_WORLD_RANK", "HOROVOD_RANK"}
     return [pid for pid, environment in job.processes().items() if variables & environment.keys()]
 
 
 @pytest.mark.long
-def test_a_network_that_loses_packets():
-    """Row 9: slower, and the same weights."""
+def test_network_with_packet_loss():
+    """Row 9: slower, but the same weights."""
     summaries = []
     for kind in ({}, {"loss": 0.05, "delay_ms": 200.0}):
         with Laboratory(2, **kind) as lab:
@@ -296,10 +298,10 @@ def test_a_network_that_loses_packets():
     assert summaries[1]["wall_seconds"] > summaries[0]["wall_seconds"]
 
 
-def test_nobody_waits_for_a_host_that_stands_still(lab, tmp_path):
-    """Row 19: the other host goes on meanwhile, and what both have made is averaged."""
+def test_wait_free_does_not_wait_for_a_stopped_host(lab, tmp_path):
+    """Row 19: the other host continues meanwhile, and the steps of both are averaged."""
     spec = {"fault": "SIGSTOP", "ranks": [1], "step": 20, "mark": str(tmp_path / "moment"), "made": str(tmp_path)}
-    options = ["--steps", "200", "--mode", "local", "--average-every", "5", "--wait-free"]
+    options = ["--steps", "200", "--mode", "local", "--sync-every", "5", "--wait-free"]
     train = [sys.executable, str(ROOT / "tests" / "parallel" / "faulty.py"), json.dumps({**spec, "step_s": 0.01})]
     job = start(lab, [*train, "--run-dir", "/mnt/still", *options])
     while not (tmp_path / "moment").exists():
@@ -319,7 +321,7 @@ def test_nobody_waits_for_a_host_that_stands_still(lab, tmp_path):
 
 
 def started(lab: Laboratory, host: str, where: str) -> Job:
-    """A long job whose rank 0 is on a host, as soon as it trains."""
+    """Starts a long job with rank 0 on a host, and returns when it is training."""
     run_dir = f"/mnt/stopped-{host}"
     job = Job(lab.command("lab1", [MPIRUN, "-H", where, *TRAIN, run_dir, "--steps", "100000"]), ranks=2, launcher="")
     while not lab.path(host, f"{run_dir}/metrics.jsonl").exists():
@@ -331,7 +333,7 @@ def started(lab: Laboratory, host: str, where: str) -> Job:
 def test_exit_codes_and_signals_are_passed_on(lab):
     done = start(lab, [*TRAIN, "/mnt/wrong", "--steps", "-1"]).end(60)
     assert done.code == 64, done.output
-    # Rank 0 runs on the launcher's host, or none of the ranks does.
+    # With rank 0, or with no rank, on the launcher's host.
     for host, where, name in (("lab1", "lab1:1,lab2:1", "SIGTERM"), ("lab2", "lab2:2", "SIGUSR1")):
         job = started(lab, host, where)
         job.signal(signal.SIGTERM)

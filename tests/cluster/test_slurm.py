@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch in a real Slurm of two nodes: trained, stopped before the limit, queued again, and exact."""
+"""launch/slurm.sbatch on a real two-node Slurm: stops before the limit, requeues itself, resumes bit-identically."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from launcher import ROOT, run_job
 from slurm import Slurm, missing
 
 lacks = [*laboratory.missing(), *missing()]
-pytestmark = pytest.mark.skipif(bool(lacks), reason=f"a Slurm in a laboratory needs {', '.join(lacks)}")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacks), reason=f"Slurm in a lab needs {', '.join(lacks)}")]
 
 OPTIONS = ["--deterministic", "--checkpoint-every", "0", "--log-every", "50", "--eval-every", "5000"]
 TASKS = ["--nodes=2", "--ntasks-per-node=1"]
@@ -20,8 +20,8 @@ TASKS = ["--nodes=2", "--ntasks-per-node=1"]
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    place = tmp_path_factory.mktemp("slurm")
-    with Laboratory(2) as lab, Slurm(lab, place) as slurm:
+    folder = tmp_path_factory.mktemp("slurm")
+    with Laboratory(2) as lab, Slurm(lab, folder) as slurm:
         yield lab, slurm
 
 
@@ -29,9 +29,9 @@ def summary(lab: Laboratory, run_dir: str) -> dict:
     return json.loads(lab.path("lab1", f"{run_dir}/summary.json").read_text())
 
 
-def straight(lab: Laboratory, steps: int, timeout_s: float = 200) -> dict:
-    """The summary of a run that nothing happens to."""
-    run_dir = f"/mnt/straight-{steps}"
+def uninterrupted_run(lab: Laboratory, steps: int, timeout_s: float = 200) -> dict:
+    """The summary of an uninterrupted run."""
+    run_dir = f"/mnt/uninterrupted-{steps}"
     train = [sys.executable, "-m", "hvdtrain", *OPTIONS, "--steps", str(steps), "--run-dir", run_dir]
     command = [str(ROOT / "launch" / "mpirun.sh"), "-H", lab.slots(), *train]
     done = run_job(lab.command("lab1", command), ranks=2, launcher="", timeout_s=timeout_s)
@@ -39,66 +39,66 @@ def straight(lab: Laboratory, steps: int, timeout_s: float = 200) -> dict:
     return summary(lab, run_dir)
 
 
-def submitted(slurm: Slurm, output: Path, run_dir: str, steps: int, *more: str) -> str:
-    """The number of a job."""
+def submit(slurm: Slurm, output: Path, run_dir: str, steps: int, *more: str) -> str:
+    """Submits a job and returns its id."""
     script = [str(ROOT / "launch" / "slurm.sbatch"), *OPTIONS, "--steps", str(steps), "--run-dir", run_dir]
     return slurm.ask("sbatch", "--parsable", f"--chdir={ROOT}", f"--output={output}", *TASKS, *more, *script)
 
 
-def completed(slurm: Slurm, job: str, output: Path, timeout_s: float) -> str:
-    """What a job has said until its end."""
+def output_when_completed(slurm: Slurm, job: str, output: Path, timeout_s: float) -> str:
+    """Waits until a job has completed and returns its output."""
     deadline_s = time.monotonic() + timeout_s
     waited = 0
     while (state := slurm.state(job)) != "COMPLETED":
-        told = output.read_text() if output.exists() else ""
-        assert state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED"), (state, told)
-        assert time.monotonic() < deadline_s, (state, told)
+        output_text = output.read_text() if output.exists() else ""
+        assert state in ("PENDING", "RUNNING", "SIGNALING", "COMPLETING", "REQUEUED"), (state, output_text)
+        assert time.monotonic() < deadline_s, (state, output_text)
         again = state == "PENDING" and "Restarts=0" not in slurm.ask("scontrol", "show", "job", job)
         waited = waited + 1 if again else 0
         if waited == 20:
-            # Slurm lets two minutes pass before it starts a job anew. Ten seconds are enough for the end of the script
-            # to be known: it would be taken for the end of the new one.
+            # Slurm waits two minutes before it restarts a job. Ten seconds suffice for it to register the end of the
+            # script; if restarted earlier, that end would be taken for the end of the new one.
             slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
         time.sleep(0.5)
     return output.read_text()
 
 
-def test_stopped_saved_queued_again(cluster, tmp_path):
+def test_stopped_job_saves_requeues_and_resumes(cluster, tmp_path):
     lab, slurm = cluster
-    expected = straight(lab, 600)
+    expected = uninterrupted_run(lab, 600)
     output = tmp_path / "output"
-    job = submitted(slurm, output, "/mnt/stopped", 600)
+    job = submit(slurm, output, "/mnt/stopped", 600)
     while not (output.exists() and "step 50 " in output.read_text()):
         assert slurm.state(job) in ("PENDING", "RUNNING"), output.read_text()
         time.sleep(0.1)
-    # As Slurm does before the time limit.
+    # What Slurm sends before the time limit.
     slurm.ask("scancel", "--signal=TERM", "--batch", job)
-    told = completed(slurm, job, output, 150)
-    assert "ranks: 2 on 2 host(s)" in told, told
-    assert "which Slurm has given" in told, told
-    assert f"saved; job {job} is queued again" in told, told
+    output_text = output_when_completed(slurm, job, output, 150)
+    assert "ranks: 2 on 2 host(s)" in output_text, output_text
+    assert "allocated by Slurm" in output_text, output_text
+    assert f"checkpoint saved; requeueing job {job}" in output_text, output_text
     found = summary(lab, "/mnt/stopped")
     assert 50 <= found["resumed_from"] < 600
     assert found["weights_sha256"] == expected["weights_sha256"]
 
 
 @pytest.mark.long
-def test_the_time_limit(cluster, tmp_path):
-    """Two minutes for a job that takes longer; Slurm may signal a minute earlier than it was told."""
+def test_time_limit(cluster, tmp_path):
+    """A limit of two minutes for a longer job; Slurm may signal up to a minute early."""
     lab, slurm = cluster
-    expected = straight(lab, 5000, timeout_s=400)
+    expected = uninterrupted_run(lab, 5000, timeout_s=400)
     assert expected["wall_seconds"] > 110, "too few steps for this machine: the job would not meet its limit"
     output = tmp_path / "output"
-    job = submitted(slurm, output, "/mnt/limit", 5000, "--time=2", "--signal=B:TERM@15")
-    told = completed(slurm, job, output, 1200)
-    assert f"saved; job {job} is queued again" in told, told
+    job = submit(slurm, output, "/mnt/limit", 5000, "--time=2", "--signal=B:TERM@15")
+    output_text = output_when_completed(slurm, job, output, 1200)
+    assert f"checkpoint saved; requeueing job {job}" in output_text, output_text
     assert summary(lab, "/mnt/limit")["weights_sha256"] == expected["weights_sha256"]
 
 
-def test_an_exit_code_is_the_jobs(cluster, tmp_path):
+def test_exit_code_is_that_of_the_job(cluster, tmp_path):
     _, slurm = cluster
     output = tmp_path / "output"
-    job = submitted(slurm, output, "/mnt/wrong", -1)
+    job = submit(slurm, output, "/mnt/wrong", -1)
     deadline_s = time.monotonic() + 60
     while slurm.state(job) in ("PENDING", "RUNNING", "COMPLETING"):
         assert time.monotonic() < deadline_s, output.read_text()
@@ -108,11 +108,11 @@ def test_an_exit_code_is_the_jobs(cluster, tmp_path):
 
 
 def test_srun_starts_ranks_itself(cluster):
-    """Where Slurm's PMIx fits that of Open MPI."""
+    """Requires a PMIx of Slurm that is compatible with Open MPI's."""
     lab, slurm = cluster
     train = [sys.executable, "-m", "hvdtrain", *OPTIONS, "--steps", "40", "--run-dir", "/mnt/srun"]
-    told = slurm.ask("srun", "--mpi=pmix", *TASKS, *train)
-    if "can not load PMIx library" in told:
+    output_text = slurm.ask("srun", "--mpi=pmix", *TASKS, *train)
+    if "can not load PMIx library" in output_text:
         pytest.skip("Slurm's PMIx needs Debian's libpmix-dev")
-    assert "ranks: 2 on 2 host(s)" in told, told
+    assert "ranks: 2 on 2 host(s)" in output_text, output_text
     assert summary(lab, "/mnt/srun")["ranks"] == 2

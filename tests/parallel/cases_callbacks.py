@@ -1,20 +1,19 @@
-"""On every rank: Keras' callbacks, metrics and evaluation see what one process would see, and write once."""
+"""On all ranks: Keras callbacks and evaluations receive what one process would, and write once."""
 
 import csv
 import inspect
-import time
 
 import keras
 import numpy as np
 import pytest
 from keras import layers
 from models import NUM_CLASSES, loss, samples, values
+from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain import runtime
 from hvdtrain.data import Arrays
+from hvdtrain.distributed import runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
-from hvdtrain.metrics import reduced_results
 
 TOPOLOGY = hvdtrain.init(seed=0)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -36,13 +35,13 @@ def compiled(optimizer=None, **options) -> keras.Model:
 def fit(callbacks, model=None, *, epochs=4, **options) -> tuple[keras.Model, dict]:
     model = model or compiled()
     arguments = {"batch_size": 8, "epochs": epochs, "callbacks": callbacks, **options}
-    trainer = hvdtrain.Trainer(model, Arrays(X, Y), Arrays(TEST_X, TEST_Y), **arguments)
+    trainer = make_trainer(model, Arrays(X, Y), Arrays(TEST_X, TEST_Y), **arguments)
     return model, trainer.fit()
 
 
-def same_everywhere(value) -> None:
-    everyone = COLLECTIVES.allgather(value)
-    assert all(each == everyone[0] for each in everyone), everyone
+def assert_same_on_all_ranks(value) -> None:
+    all_ranks = COLLECTIVES.allgather(value)
+    assert all(each == all_ranks[0] for each in all_ranks), all_ranks
 
 
 class Recorder(keras.callbacks.Callback):
@@ -62,11 +61,11 @@ class Recorder(keras.callbacks.Callback):
         self.tests += 1
 
 
-def test_values_are_those_of_all_ranks_and_the_same_everywhere():
+def test_values_cover_all_ranks_and_are_the_same_on_each():
     recorder = Recorder()
     model, summary = fit([recorder], epochs=3)
-    same_everywhere(recorder.epochs)
-    same_everywhere(recorder.batches)
+    assert_same_on_all_ranks(recorder.epochs)
+    assert_same_on_all_ranks(recorder.batches)
     assert [sorted(each) for each in recorder.epochs] == [["accuracy", "loss", "val_accuracy", "val_loss"]] * 3
     assert [batch for batch, _ in recorder.batches] == list(range(STEPS_PER_EPOCH)) * 3
     assert recorder.tests == 3
@@ -77,7 +76,7 @@ def test_values_are_those_of_all_ranks_and_the_same_everywhere():
 
 
 def test_the_mean_loss_of_an_epoch_is_exact():
-    """With a learning rate of 0 nothing changes: the epoch's means are those of one evaluation, remainder included."""
+    """With a learning rate of 0 an epoch's means equal those of an evaluation, remainder included."""
     keras.utils.set_random_seed(7)
     model = keras.Sequential([layers.Input((6,)), layers.Dense(NUM_CLASSES)])
     l2 = keras.regularizers.L2(0.1)
@@ -92,7 +91,7 @@ def test_the_mean_loss_of_an_epoch_is_exact():
         recorder = Recorder()
         x, y = X[:count], Y[:count]
         weights = np.linspace(0.5, 2, count).astype(np.float32)
-        trainer = hvdtrain.Trainer(
+        trainer = make_trainer(
             model, Arrays(x, y, weights), batch_size=8, epochs=1, callbacks=[recorder], on_nan="stop"
         )
         trainer.fit()
@@ -100,26 +99,26 @@ def test_the_mean_loss_of_an_epoch_is_exact():
         assert recorder.epochs[0] == pytest.approx({k: float(v) for k, v in expected.items()}, rel=1e-5)
 
 
-def test_early_stopping_stops_every_rank_at_the_same_epoch_and_restores():
+def test_early_stopping_stops_all_ranks_at_the_same_epoch_and_restores_weights():
     stopping = keras.callbacks.EarlyStopping(monitor="val_loss", patience=1, restore_best_weights=True, mode="max")
     model, summary = fit([stopping], epochs=9)
     assert summary["steps"] < 9 * STEPS_PER_EPOCH
-    same_everywhere((stopping.stopped_epoch, stopping.best, summary["steps"], summary["weights_sha256"]))
+    assert_same_on_all_ranks((stopping.stopped_epoch, stopping.best, summary["steps"], summary["weights_sha256"]))
     best = model.evaluate(TEST_X, TEST_Y, verbose=0, return_dict=True)
     assert float(best["loss"]) == pytest.approx(stopping.best, rel=1e-4)
 
 
-def test_rates_are_reduced_and_scheduled_alike():
+def test_learning_rates_are_reduced_and_scheduled_alike_on_all_ranks():
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="val_loss", mode="max", factor=0.5, patience=1, min_delta=10)
     model, _ = fit([plateau], epochs=4)
     assert float(model.optimizer.learning_rate) < 0.1
-    same_everywhere(float(model.optimizer.learning_rate))
+    assert_same_on_all_ranks(float(model.optimizer.learning_rate))
     model, _ = fit([keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)], epochs=3)
     assert float(model.optimizer.learning_rate) == pytest.approx(0.1 / 8)
-    same_everywhere([v.tobytes() for v in values(model.weights)])
+    assert_same_on_all_ranks([v.tobytes() for v in values(model.weights)])
 
 
-def test_writers_write_on_rank_0_alone(folder):
+def test_writers_write_only_on_rank_0(folder):
     written: list[str] = []
 
     class Writes(keras.callbacks.Callback):
@@ -135,7 +134,7 @@ def test_writers_write_on_rank_0_alone(folder):
         keras.callbacks.TensorBoard(folder / "tensorboard", histogram_freq=1, update_freq=2),
         Writes(),
     ]
-    model, summary = fit(callbacks, epochs=2, steps_per_call=2)
+    model, summary = fit(callbacks, epochs=2, steps_per_execution=2)
     COLLECTIVES.barrier()
     with (folder / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -146,7 +145,7 @@ def test_writers_write_on_rank_0_alone(folder):
     saved_at = {f"batch-{(step - 1) % STEPS_PER_EPOCH + 1}.weights.h5" for step in range(3, 2 * STEPS_PER_EPOCH, 3)}
     if "_last_batch_seen = None" in inspect.getsource(keras.callbacks.ModelCheckpoint):
         assert saved_at <= names
-    else:  # Keras 3.12 counts one batch too few
+    else:  # Keras 3.12 is off by one batch
         assert any(name.startswith("batch-") for name in names)
     assert len(list((folder / "tensorboard").rglob("events.*"))) == 2
     saved = max(folder.glob("best-*.keras"), key=lambda path: path.name)
@@ -155,41 +154,75 @@ def test_writers_write_on_rank_0_alone(folder):
         assert [v.tobytes() for v in values(loaded.weights)] == [v.tobytes() for v in values(model.weights)]
 
 
-def test_statistics_in_a_checkpoint_in_the_middle_of_an_epoch_are_those_of_all_ranks(folder):
-    seen = []
+def statistics_of(model: keras.Model) -> list[np.ndarray]:
+    """Moving mean and variance of the BatchNormalization layer of ``compiled()``."""
+    return [model.layers[1].moving_mean.numpy(), model.layers[1].moving_variance.numpy()]
 
-    class Looks(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 1:
-                seen.append(self.model.layers[1].moving_mean.numpy().tobytes())
 
-    path = folder / "two.weights.h5"
-    fit([Looks(), keras.callbacks.ModelCheckpoint(path, save_weights_only=True, save_freq=2)], epochs=1, check_every=0)
-    same_everywhere(seen)
+class StatisticsRecorder(keras.callbacks.Callback):
+    """Records the BatchNormalization statistics after each step, or at the end of each epoch."""
+
+    def __init__(self, *, each_epoch: bool = False):
+        super().__init__()
+        self._each_epoch = each_epoch
+        self.recorded: list[list[np.ndarray]] = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self._each_epoch:
+            self.recorded.append(statistics_of(self.model))
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._each_epoch:
+            self.recorded.append(statistics_of(self.model))
+
+
+def mean_statistics_after_each_step(epochs: int) -> list[list[np.ndarray]]:
+    """The means over ranks of their own statistics, which differ."""
+    recorder = StatisticsRecorder()
+    fit([recorder], epochs=epochs, check_every=0)
+    all_ranks = COLLECTIVES.allgather(recorder.recorded)
+    assert not np.array_equal(all_ranks[0], all_ranks[-1])
+    return [[np.mean(each, axis=0) for each in zip(*ranks, strict=True)] for ranks in zip(*all_ranks, strict=True)]
+
+
+def test_a_checkpoint_within_an_epoch_holds_the_statistics_of_all_ranks(folder):
+    expected = mean_statistics_after_each_step(epochs=1)
+    checkpoint = keras.callbacks.ModelCheckpoint(
+        folder / "batch-{batch}.weights.h5", save_weights_only=True, save_freq=2
+    )
+    fit([checkpoint], epochs=1, check_every=0)
+    COLLECTIVES.barrier()
+    saved = sorted(folder.glob("batch-*.weights.h5"))
+    assert saved
+    model = compiled()
+    for path in saved:
+        batch = int(path.name.split(".")[0].removeprefix("batch-"))
+        model.load_weights(path)
+        for found, mean in zip(statistics_of(model), expected[batch - 1], strict=True):
+            assert found == pytest.approx(mean, rel=1e-4, abs=1e-6), path.name
 
 
 def test_statistics_at_the_end_of_an_epoch_are_those_of_all_ranks():
-    seen = []
-
-    class Looks(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            seen.append(self.model.layers[1].moving_mean.numpy().tobytes())
-
-    # Without an evaluation, which would share them.
-    hvdtrain.Trainer(compiled(), Arrays(X, Y), batch_size=8, epochs=2, callbacks=[Looks()], check_every=0).fit()
-    assert len(seen) == 2
-    same_everywhere(seen)
+    expected = mean_statistics_after_each_step(epochs=2)
+    recorder = StatisticsRecorder(each_epoch=True)
+    # Without an evaluation, which would average them itself.
+    make_trainer(compiled(), Arrays(X, Y), batch_size=8, epochs=2, callbacks=[recorder], check_every=0).fit()
+    assert len(recorder.recorded) == 2
+    assert_same_on_all_ranks([each.tobytes() for epoch in recorder.recorded for each in epoch])
+    for epoch, statistics in enumerate(recorder.recorded):
+        for found, mean in zip(statistics, expected[(epoch + 1) * STEPS_PER_EPOCH - 1], strict=True):
+            assert found == pytest.approx(mean, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("rank", range(SIZE))
 def test_terminate_on_nan_ends_all_ranks(rank):
-    """The bad sample is one rank's alone; the callback takes the place of the error."""
+    """Only one rank has the bad sample; the callback replaces the error."""
     x = X.copy()
     order = np.random.Generator(np.random.Philox([0, 0])).permutation(len(X))
     x[order[2 * 8 * SIZE + rank * 8]] = np.nan
     model = compiled()
     recorder = Recorder()
-    trainer = hvdtrain.Trainer(
+    trainer = make_trainer(
         model, Arrays(x, Y), batch_size=8, epochs=4, callbacks=[recorder, keras.callbacks.TerminateOnNaN()]
     )
     summary = trainer.fit()
@@ -197,7 +230,7 @@ def test_terminate_on_nan_ends_all_ranks(rank):
     assert np.isnan(recorder.batches[-1][1]["loss"])
 
 
-def test_a_changed_weight_is_found_within_the_stated_number_of_steps():
+def test_a_changed_weight_is_detected_within_check_every_steps():
     class Breaks(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if RANK == SIZE - 1 and batch == 1:
@@ -208,8 +241,8 @@ def test_a_changed_weight_is_found_within_the_stated_number_of_steps():
         fit([Breaks()], check_every=3)
 
 
-def test_one_ranks_wish_to_stop_stops_all():
-    """A callback that looks at a clock of its own, as a rank's time limit does."""
+def test_a_callback_that_stops_one_rank_stops_all_ranks():
+    """Such as a time limit, which each rank measures with its own clock."""
 
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -218,7 +251,7 @@ def test_one_ranks_wish_to_stop_stops_all():
 
     _, summary = fit([Stops()], epochs=3)
     assert summary["steps"] == 3
-    same_everywhere(summary["steps"])
+    assert_same_on_all_ranks(summary["steps"])
 
     class StopsAtEpoch(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -229,19 +262,19 @@ def test_one_ranks_wish_to_stop_stops_all():
     assert summary["epochs"] == 2
 
 
-def test_lambda_callback_hears_every_call():
-    heard: list[str] = []
+def test_lambda_callback_receives_every_event():
+    received: list[str] = []
     callback = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: heard.append(f"epoch {epoch}"),
-        on_train_batch_end=lambda batch, logs: heard.append(f"batch {batch}"),
-        on_train_end=lambda logs: heard.append("end"),
+        on_epoch_begin=lambda epoch, logs: received.append(f"epoch {epoch}"),
+        on_train_batch_end=lambda batch, logs: received.append(f"batch {batch}"),
+        on_train_end=lambda logs: received.append("end"),
     )
-    fit([callback], epochs=1, steps_per_call=2)
+    fit([callback], epochs=1, steps_per_execution=2)
     last_of_calls = sorted({*range(1, STEPS_PER_EPOCH, 2), STEPS_PER_EPOCH - 1})
-    assert heard == ["epoch 0", *(f"batch {batch}" for batch in last_of_calls), "end"]
+    assert received == ["epoch 0", *(f"batch {batch}" for batch in last_of_calls), "end"]
 
 
-def test_swap_ema_weights_evaluates_and_saves_the_average(folder):
+def test_swap_ema_weights_evaluates_and_saves_the_ema(folder):
     optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
     path = folder / "ema.keras"
     callbacks = [
@@ -253,12 +286,12 @@ def test_swap_ema_weights_evaluates_and_saves_the_average(folder):
     loaded = keras.models.load_model(path)
     expected = loaded.evaluate(TEST_X, TEST_Y, verbose=0, return_dict=True)
     assert summary["eval"]["loss"] == pytest.approx(float(expected["loss"]), rel=1e-5)
-    same_everywhere([v.tobytes() for v in values(model.weights)])
+    assert_same_on_all_ranks([v.tobytes() for v in values(model.weights)])
 
 
-def test_the_average_of_weights_is_evaluated_and_left_in_the_model(folder):
+def test_the_ema_is_evaluated_and_left_in_the_model(folder):
     optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
-    path = folder / "average.keras"
+    path = folder / "ema.keras"
     model, summary = fit([keras.callbacks.ModelCheckpoint(path)], compiled(optimizer), epochs=2)
     COLLECTIVES.barrier()
     for each in (model, keras.models.load_model(path)):
@@ -275,126 +308,3 @@ def test_callbacks_that_cannot_work_are_refused(folder):
         fit(["adam"])
     with pytest.raises(DisagreementError, match="callbacks"):
         fit([keras.callbacks.TerminateOnNaN()] if RANK == 0 else [])
-
-
-def shipped_metrics() -> list[str]:
-    """Every metric that Keras ships whose value is a number, or several."""
-    skipped = {"Metric", "MeanMetricWrapper"}
-    members = vars(keras.metrics).items()
-    return sorted(
-        name
-        for name, member in members
-        if isinstance(member, type) and issubclass(member, keras.metrics.Metric) and name not in skipped
-    )
-
-
-ARGUMENTS = {
-    **dict.fromkeys(("PrecisionAtRecall", "RecallAtPrecision"), (0.5,)),
-    **dict.fromkeys(("SensitivityAtSpecificity", "SpecificityAtSensitivity"), (0.5,)),
-    "IoU": (2, [0, 1]),
-    "BinaryIoU": ([0, 1],),
-    "MeanIoU": (2,),
-    "OneHotIoU": (3, [0, 1]),
-    "OneHotMeanIoU": (3,),
-}
-# Their value is a mean over batches of something that is not a mean over samples: it depends on how
-# samples were cut into batches, on one process too.
-OF_BATCHES = {"PearsonCorrelation", "ConcordanceCorrelation"}
-
-
-@pytest.mark.parametrize("name", shipped_metrics())
-def test_metric_over_uneven_shards(name):
-    """Rank 0 has three samples, the others the rest."""
-    if name in OF_BATCHES:
-        pytest.skip("depends on the cut into batches on one process too")
-    metric = getattr(keras.metrics, name)(*ARGUMENTS.get(name, ()))
-    rng = np.random.default_rng(0)
-    count = 61
-    if name.startswith("Sparse"):
-        y, p = rng.integers(0, 3, count).astype(np.float32), rng.dirichlet(np.ones(3), count).astype(np.float32)
-    elif name.startswith(("Categorical", "OneHot", "F", "TopK", "KL")):
-        y = np.eye(3, dtype=np.float32)[rng.integers(0, 3, count)]
-        p = rng.dirichlet(np.ones(3), count).astype(np.float32)
-    elif name in ("IoU", "MeanIoU"):
-        y, p = rng.integers(0, 2, (2, count)).astype(np.float32)
-    else:
-        y, p = (rng.random((count, 1)) > 0.5).astype(np.float32), rng.random((count, 1)).astype(np.float32)
-    cuts = [0, 3, *np.linspace(3, count, SIZE).astype(int)[1:]]
-
-    class Holder:
-        """What reduced_results asks of a model."""
-
-        metrics = (metric,)
-
-        def get_metrics_result(self):
-            return {"value": metric.result()}
-
-    def update(part):
-        batch = (y[part],) if name in ("Mean", "Sum") else (y[part], p[part])
-        metric.update_state(*batch)
-
-    update(slice(cuts[RANK], cuts[RANK + 1]))
-    if np.ndim(metric.result()) or isinstance(metric.result(), dict):
-        reduced = None
-        totals = COLLECTIVES.sum([variable.numpy() for variable in metric.variables])
-    else:
-        reduced = reduced_results(Holder(), COLLECTIVES)["value"]
-        totals = None
-    metric.reset_state()
-    update(slice(None))
-    if reduced is None:
-        for total, variable in zip(totals, metric.variables, strict=True):
-            assert total == pytest.approx(variable.numpy(), rel=1e-5)
-    else:
-        assert reduced == pytest.approx(float(metric.result()), rel=1e-5)
-
-
-def test_a_metric_that_is_no_sum_is_refused():
-    class Largest(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="largest")
-            self.value = self.add_weight(initializer=keras.initializers.Constant(-np.inf), name="value")
-
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_pred)))
-
-        def result(self):
-            return self.value
-
-        def reset_state(self):
-            self.value.assign(-np.inf)
-
-    for evaluation in (Arrays(TEST_X, TEST_Y), None):
-        model = compiled()
-        model.compile(optimizer="sgd", loss=loss(), metrics=[Largest()])
-        with pytest.raises(UsageError, match="largest"):
-            hvdtrain.Trainer(model, Arrays(X, Y), evaluation, batch_size=8, epochs=2).fit()
-
-
-def test_ranks_are_told_apart_by_their_speed():
-    class Slow(keras.layers.Layer):
-        def call(self, inputs):
-            import tensorflow as tf
-
-            def wait(x):
-                time.sleep(0.005 if RANK == SIZE - 1 else 0)
-                return x
-
-            outputs = tf.numpy_function(wait, [inputs], tf.float32)
-            outputs.set_shape(inputs.shape)
-            return inputs + tf.stop_gradient(outputs - inputs)
-
-    keras.utils.set_random_seed(7)
-    model = keras.Sequential([layers.Input((6,)), Slow(), layers.Dense(NUM_CLASSES)])
-    model.compile(optimizer="sgd", loss=loss())
-    trainer = hvdtrain.Trainer(model, Arrays(X, Y), batch_size=4, steps=30)
-    summary = trainer.fit()
-    same_everywhere(summary["skew"])
-    assert summary["skew"]["slowest_rank"] == SIZE - 1
-    assert summary["skew"]["slowest_share"] > 0.6
-    # Those that are not slow wait for the one that is.
-    waited_s = np.median(np.concatenate(trainer._mode._shares.all_steps, axis=1)[:, :, 2], axis=1)
-    assert waited_s[: SIZE - 1].min() > 0.002
-    assert 0 <= summary["communication_fraction"] <= 1
-    shares = [summary[f"{part}_fraction"] for part in ("input", "compute", "communication")]
-    assert sum(shares) == pytest.approx(1, abs=0.01) or summary["compute_fraction"] == 0

@@ -1,4 +1,4 @@
-"""On every rank: what one rank cannot read, and what is not finite there, is met by all alike."""
+"""On all ranks: unreadable samples, losses and gradients that are not finite, and overflows, on any one of them."""
 
 from pathlib import Path
 
@@ -8,12 +8,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, relative_difference, values
+from trainers import make_trainer
 from trainings import (
     COLLECTIVES,
     GLOBAL_BATCH,
     RANK,
     SIZE,
     STEPS,
+    Warnings,
     X,
     Y,
     assert_equal_replicas,
@@ -26,19 +28,22 @@ from trainings import (
     write_records,
 )
 
-import hvdtrain
 from hvdtrain.data import Arrays, TFRecords
 from hvdtrain.data.record_index import index_records
-from hvdtrain.errors import NonFiniteError
-from hvdtrain.report import Reporter
+from hvdtrain.errors import JobError, NonFiniteError
+
+# The number of the first sample in the last file of write_records().
+LAST_FILE_START = 107
 
 
-@pytest.fixture
-def shared_folder(tmp_path):
-    return Path(COLLECTIVES.allgather(str(tmp_path))[0])
+def accumulating(gradient_accumulation_steps: int) -> dict[str, int]:
+    """The argument of an optimizer; Keras takes no 1."""
+    if gradient_accumulation_steps == 1:
+        return {}
+    return {"gradient_accumulation_steps": gradient_accumulation_steps}
 
 
-def damaged(paths, shared_folder, records) -> None:
+def damage(paths, records) -> None:
     """Flips a byte in the data of some records of the last file; rank 0 does it for all."""
     if RANK == 0:
         index = index_records(Path(paths[2]))
@@ -52,51 +57,55 @@ def damaged(paths, shared_folder, records) -> None:
     COLLECTIVES.barrier()
 
 
-@pytest.mark.parametrize(("accumulate", "steps_per_call"), [(1, 1), (1, 4), (2, 2)])
-def test_unreadable_records_are_left_out_and_training_goes_on(accumulate, steps_per_call, shared_folder):
-    """The rank that meets one mends its own input while the others wait in the reduction."""
-    paths = write_records(shared_folder)
-    damaged(paths, shared_folder, [5, 90])
-    source = TFRecords(paths, parse, cache_dir=shared_folder / "cache")
-    options = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
+@pytest.mark.parametrize(("gradient_accumulation_steps", "steps_per_execution"), [(1, 1), (1, 4), (2, 2)])
+def test_unreadable_records_are_skipped(gradient_accumulation_steps, steps_per_execution, folder):
+    """The rank that finds one restarts its input without it while the others wait in the reduction."""
+    paths = write_records(folder)
+    damage(paths, [5, 90])
+    source = TFRecords(paths, parse, cache_dir=folder / "cache")
     ours, summary = trained(
         tanh_model,
-        keras.optimizers.SGD(0.1, **options),
+        keras.optimizers.SGD(0.1, **accumulating(gradient_accumulation_steps)),
         source,
-        accumulate=accumulate,
-        steps_per_call=steps_per_call,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        steps_per_execution=steps_per_execution,
         bad_samples=2,
     )
     assert summary["bad_samples"] == 2
     assert_equal_replicas(ours)
-    # As if each bad sample had been left out of its step's sum, which is divided as ever.
+    # The mean of a step is that of its other samples.
     theirs = compiled(tanh_model, keras.optimizers.SGD(0.1))
-    bad = {107 + 5, 107 + 90}
+    bad = {LAST_FILE_START + 5, LAST_FILE_START + 90}
     step = epoch = 0
     while step < STEPS:
         order = np.random.Generator(np.random.Philox([5, epoch])).permutation(len(X))
         for first in range(0, len(X), GLOBAL_BATCH):
             if step < STEPS:
                 batch = order[first : first + GLOBAL_BATCH]
-                weights = np.array([0.0 if n in bad else 1.0 for n in batch], np.float32)
-                theirs.train_on_batch(X[batch], Y[batch], sample_weight=weights)
+                readable = np.array([n for n in batch if n not in bad])
+                theirs.train_on_batch(X[readable], Y[readable])
             step += 1
         epoch += 1
     assert relative_difference(values(ours.weights), values(theirs.weights)) < 1e-5
 
 
 @pytest.mark.parametrize("on_rank", sorted({0, SIZE - 1}))
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_nan_in_one_ranks_input_is_named_everywhere(on_rank, accumulate):
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
+def test_a_nan_in_one_ranks_input_is_reported_on_all_ranks(on_rank, gradient_accumulation_steps):
     x = X.copy()
     order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
     # The first sample of a rank's (first) part in step 3.
-    part = GLOBAL_BATCH // SIZE // accumulate
+    part = GLOBAL_BATCH // SIZE // gradient_accumulation_steps
     x[order[2 * GLOBAL_BATCH + on_rank * part]] = np.nan
-    options = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
-    model = compiled(tanh_model, keras.optimizers.SGD(0.1, **options))
-    trainer = hvdtrain.Trainer(
-        model, Arrays(x, Y), batch_size=part, steps=STEPS, seed=5, accumulate=accumulate, steps_per_call=5
+    model = compiled(tanh_model, keras.optimizers.SGD(0.1, **accumulating(gradient_accumulation_steps)))
+    trainer = make_trainer(
+        model,
+        Arrays(x, Y),
+        batch_size=part,
+        steps=STEPS,
+        seed=5,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        steps_per_execution=5,
     )
     with pytest.raises(NonFiniteError, match=rf"At step 3: .* on rank {on_rank} .*not finite") as caught:
         trainer.fit()
@@ -107,8 +116,8 @@ def test_nan_in_one_ranks_input_is_named_everywhere(on_rank, accumulate):
 
 @pytest.mark.parametrize("on_rank", sorted({0, SIZE - 1}))
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
-def test_a_loss_that_is_not_finite_though_its_gradient_is(on_rank, on_nan):
-    """Only what is written into the gradient tells the other ranks."""
+def test_a_non_finite_loss_with_a_finite_gradient(on_rank, on_nan):
+    """The other ranks learn of it only by the NaN that is written into the gradient."""
     part = GLOBAL_BATCH // SIZE
     order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
     marked = Y.astype(np.float32)
@@ -120,7 +129,7 @@ def test_a_loss_that_is_not_finite_though_its_gradient_is(on_rank, on_nan):
 
     model = compiled(tanh_model, keras.optimizers.SGD(0.1))
     model.compile(optimizer=keras.optimizers.SGD(0.1), loss=infinite_where_marked)
-    trainer = hvdtrain.Trainer(model, Arrays(X, marked), batch_size=part, steps=6, seed=5, on_nan=on_nan)
+    trainer = make_trainer(model, Arrays(X, marked), batch_size=part, steps=6, seed=5, on_nan=on_nan)
     if on_nan == "stop":
         with pytest.raises(NonFiniteError, match=rf"At step 3: the loss on rank {on_rank} is not finite"):
             trainer.fit()
@@ -130,7 +139,7 @@ def test_a_loss_that_is_not_finite_though_its_gradient_is(on_rank, on_nan):
 
 
 class BrokenGradient(keras.layers.Layer):
-    """Its output is what came in; its gradient is infinite where the input is above a bound."""
+    """The identity; its gradient is infinite where the input is above a bound."""
 
     def call(self, inputs):
         @tf.custom_gradient
@@ -140,7 +149,7 @@ class BrokenGradient(keras.layers.Layer):
         return identity(inputs)
 
 
-def test_a_gradient_that_is_not_finite_is_named_with_its_variable():
+def test_a_non_finite_gradient_is_named_with_its_variable():
     x = X.copy()
     order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
     x[order[GLOBAL_BATCH + (SIZE - 1) * (GLOBAL_BATCH // SIZE)]] = 1e4
@@ -153,47 +162,42 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_variable():
 
     model = compiled(make, keras.optimizers.SGD(0.0))
     with pytest.raises(NonFiniteError) as caught:
-        hvdtrain.Trainer(model, Arrays(x, Y), batch_size=GLOBAL_BATCH // SIZE, steps=4, seed=5).fit()
+        make_trainer(model, Arrays(x, Y), batch_size=GLOBAL_BATCH // SIZE, steps=4, seed=5).fit()
     assert f"'before/kernel' on rank {SIZE - 1}" in str(caught.value)
     assert "after" not in str(caught.value)
     assert "At step 2:" in str(caught.value)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_skip_makes_every_rank_skip_the_same_step(accumulate):
-    """Also momentum, weight decay, the average of weights and BatchNormalization are as if the step had not been."""
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
+def test_all_ranks_skip_the_same_step(gradient_accumulation_steps):
+    """A skipped step changes no momentum, weight decay, EMA or BatchNormalization either."""
     x = X.copy()
     order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
     bad_step = 3
     x[order[(bad_step - 1) * GLOBAL_BATCH + 1]] = np.inf
     shared = {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01, "use_ema": True, "ema_momentum": 0.5}
-    options = {"gradient_accumulation_steps": accumulate} if accumulate > 1 else {}
-    model = compiled(batchnorm_model, keras.optimizers.SGD(**shared, **options), seed=100 + RANK)
-    told = []
-
-    class Told(Reporter):
-        def warned(self, step, text):
-            told.append((step, text))
-
-    summary = hvdtrain.Trainer(
+    optimizer = keras.optimizers.SGD(**shared, **accumulating(gradient_accumulation_steps))
+    model = compiled(batchnorm_model, optimizer, seed=100 + RANK)
+    warnings = Warnings()
+    summary = make_trainer(
         model,
         Arrays(x, Y),
-        batch_size=GLOBAL_BATCH // SIZE // accumulate,
+        batch_size=GLOBAL_BATCH // SIZE // gradient_accumulation_steps,
         steps=7,
         seed=5,
-        accumulate=accumulate,
+        gradient_accumulation_steps=gradient_accumulation_steps,
         on_nan="skip",
         sync_batchnorm=True,
-        log_every=4,
-        reporter=Told(),
+        guard_every=4,
+        reporter=warnings,
     ).fit()
     assert summary["skipped_steps"] == 1
-    assert len(told) == 1
-    # Of the step that was skipped, though others came after it; synchronised statistics carry it to every rank.
-    assert "the loss on rank 0" in told[0][1]
+    assert len(warnings.received) == 1
+    # The culprits of the skipped step, although others followed it; synchronized statistics carry it to all ranks.
+    assert "the loss on rank 0" in warnings.received[0][1]
     assert np.isfinite(summary["loss"])
     assert_equal_replicas(model)
-    if accumulate == 1:
+    if gradient_accumulation_steps == 1:
         theirs = compiled(batchnorm_model, keras.optimizers.SGD(**shared))
         for step in range(7):
             if step != bad_step - 1:
@@ -203,16 +207,70 @@ def test_skip_makes_every_rank_skip_the_same_step(accumulate):
         assert relative_difference(values(model.weights), values(theirs.weights)) < 1e-5
 
 
-def test_overflow_on_one_rank_halves_every_ranks_scale():
-    """One sample of one rank overflows float16: no deadlock, both scales halve, weights stay equal."""
+def test_an_overflow_on_one_rank_halves_the_loss_scale_on_all_ranks():
+    """One sample of one rank overflows float16: no deadlock, all scales are halved, weights stay equal."""
     x = X.copy()
     order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
     x[order[GLOBAL_BATCH + (SIZE - 1) * (GLOBAL_BATCH // SIZE)]] = 1e30  # infinite in float16
     with dtype_policy("mixed_float16"):
         model = compiled(tanh_model, keras.optimizers.SGD(0.1))
-    summary = hvdtrain.Trainer(model, Arrays(x, Y), batch_size=GLOBAL_BATCH // SIZE, steps=6, seed=5).fit()
+    summary = make_trainer(model, Arrays(x, Y), batch_size=GLOBAL_BATCH // SIZE, steps=6, seed=5).fit()
     assert summary["skipped_steps"] >= 1
     scales = COLLECTIVES.allgather(float(model.optimizer.dynamic_scale))
     assert scales == [model.optimizer.initial_scale / 2 ** summary["skipped_steps"]] * SIZE
     assert np.isfinite(summary["loss"])
     assert_equal_replicas(model)
+
+
+# Steps per call, and the step at which a guard that is due every 2 steps runs after step 3.
+GUARD_CALLS = [(1, 4), (3, 3)]
+
+
+@pytest.mark.parametrize(("steps_per_execution", "guard_step"), GUARD_CALLS)
+def test_skipped_steps_are_reported_at_the_guard_interval(steps_per_execution, guard_step):
+    """Not at the log interval, which may be long, and not only at the end."""
+    x = X.copy()
+    order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
+    x[order[2 * GLOBAL_BATCH]] = np.nan  # step 3, rank 0
+    warnings = Warnings()
+    trainer = make_trainer(
+        compiled(tanh_model, keras.optimizers.SGD(0.1)),
+        Arrays(x, Y),
+        batch_size=GLOBAL_BATCH // SIZE,
+        steps=8,
+        seed=5,
+        steps_per_execution=steps_per_execution,
+        on_nan="skip",
+        log_every=1000,
+        guard_every=2,
+        reporter=warnings,
+    )
+    assert trainer.fit()["skipped_steps"] == 1
+    text = "1 step(s) skipped so far on every rank; the last: the loss on rank 0 is not finite"
+    assert warnings.received == [(guard_step, text)]
+
+
+@pytest.mark.parametrize(("steps_per_execution", "guard_step"), GUARD_CALLS)
+def test_the_quota_of_bad_samples_ends_the_job_at_the_guard_interval(steps_per_execution, guard_step, folder):
+    """Two ranks skip one sample each: no rank alone exceeds the quota of one."""
+    part = GLOBAL_BATCH // SIZE
+    order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
+    own = [order[2 * GLOBAL_BATCH + rank * part :][:part] for rank in (0, SIZE - 1)]  # step 3
+    records = [next(number for number in numbers if number >= LAST_FILE_START) - LAST_FILE_START for numbers in own]
+    paths = write_records(folder)
+    damage(paths, records)
+    trainer = make_trainer(
+        compiled(tanh_model, keras.optimizers.SGD(0.1)),
+        TFRecords(paths, parse, cache_dir=folder / "cache"),
+        batch_size=part,
+        steps=8,
+        seed=5,
+        steps_per_execution=steps_per_execution,
+        bad_samples=1,
+        log_every=1000,
+        guard_every=2,
+    )
+    with pytest.raises(JobError, match=r"at most 1 samples may be unreadable\. Received: 2") as caught:
+        trainer.fit()
+    assert caught.value.exit_code == 65
+    assert trainer.step == guard_step

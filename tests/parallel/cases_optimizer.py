@@ -1,4 +1,4 @@
-"""On every rank: gradients are averaged on Keras 3, and everything else sees the averaged gradient."""
+"""On all ranks: gradients are averaged on Keras 3, and clipping, decay and EMA use the averaged gradient."""
 
 import keras
 import numpy as np
@@ -7,10 +7,13 @@ import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
 from one_process import train_alone
+from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain import process, runtime
 from hvdtrain.data import Arrays
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.system import devices
 
 TOPOLOGY = hvdtrain.init()
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -19,7 +22,7 @@ BATCH = 8
 
 
 def own_slice(array, step: int):
-    """This rank's part of the global batch of a step."""
+    """This rank's part of a step's global batch."""
     first = (step * SIZE + RANK) * BATCH
     return array[first : first + BATCH]
 
@@ -34,6 +37,10 @@ def step(model: keras.Model, optimizer, x, y, loss_fn) -> None:
     optimizer.apply_gradients(
         zip(tape.gradient(value, model.trainable_variables), model.trainable_variables, strict=True)
     )
+
+
+def differ(before: list[np.ndarray], after: list[np.ndarray]) -> bool:
+    return any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def assert_equal_on_all_ranks(arrays: list[np.ndarray]) -> None:
@@ -54,7 +61,7 @@ OPTIMIZERS = {
     "dynamic_loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=4.0),
 }
 if hasattr(keras.optimizers, "MultiOptimizer"):
-    # A factory given as a function is only known once the optimizer is built.
+    # Its members exist only after the optimizer is built.
     OPTIMIZERS["multi"] = lambda: keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(
             keras.optimizers.SGD(0.1), {".*bias": keras.optimizers.Adam(0.01, global_clipnorm=0.01)}
@@ -66,6 +73,7 @@ if hasattr(keras.optimizers, "MultiOptimizer"):
 def test_equals_one_process_on_the_whole_batch(name):
     x, y = samples(3 * SIZE * BATCH)
     ours, alone = dense_model(), dense_model()
+    initial = values(ours.weights)
     optimizer, plain = hvdtrain.DistributedOptimizer(OPTIMIZERS[name]()), OPTIMIZERS[name]()
     for number in range(3):
         for model, each, cut in ((ours, optimizer, own_slice), (alone, plain, global_batch)):
@@ -74,6 +82,7 @@ def test_equals_one_process_on_the_whole_batch(name):
                 value = each.scale_loss(loss()(batch_y, model(batch_x)))
             gradients = tape.gradient(value, model.trainable_variables)
             each.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    assert all(not np.array_equal(a, b) for a, b in zip(initial, values(ours.weights), strict=True))
     assert_equal_on_all_ranks(values(ours.weights) + values(optimizer.variables))
     assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
     floats = [v for v in zip(optimizer.variables, plain.variables, strict=True) if "float" in v[0].dtype]
@@ -90,10 +99,10 @@ def shipped_optimizers() -> list[str]:
     )
 
 
-# What they share is shown on more ranks too.
+# On more ranks only some: what all optimizers share.
 @pytest.mark.parametrize("name", shipped_optimizers() if SIZE <= 2 else ["Adam", "SGD"])
 def test_every_shipped_optimizer_in_fit(name):
-    """Each rank trains on its own samples; without averaging the replicas would part after one step."""
+    """Each rank trains on its own samples; without averaging the replicas would diverge after one step."""
     x, y = samples(64, seed=RANK)
     make = getattr(keras.optimizers, name)
     alone = dense_model()
@@ -105,14 +114,15 @@ def test_every_shipped_optimizer_in_fit(name):
     model.compile(optimizer=hvdtrain.DistributedOptimizer(make()), loss=loss())
     before = values(model.weights)
     model.fit(x, y, batch_size=32, epochs=1, shuffle=False, verbose=0)
-    assert any(not np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))
+    assert differ(before, values(model.weights))
     assert_equal_on_all_ranks(values(model.weights) + values(model.optimizer.variables))
 
 
 def test_tower_average_equals_ring_average():
-    """In-graph towers, one for each rank's batch, their gradients averaged by hand: the way of old."""
+    """In-graph towers, as in TensorFlow 1: one for each rank's batch, their gradients averaged by hand."""
     x, y = samples(SIZE * BATCH)
     towers, ours = dense_model(), dense_model()
+    initial = values(ours.weights)
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1))
 
     @tf.function
@@ -127,6 +137,7 @@ def test_tower_average_equals_ring_average():
 
     keras.optimizers.SGD(0.1).apply(tower_gradients(), towers.trainable_variables)
     step(ours, optimizer, own_slice(x, 0), own_slice(y, 0), loss())
+    assert differ(initial, values(ours.weights))
     assert relative_difference(values(ours.weights), values(towers.weights)) < 1e-6
 
 
@@ -142,14 +153,16 @@ def test_gradient_tape_loop(compiled):
 
     run = tf.function(run) if compiled else run
     for _ in range(2):
+        before = values(model.weights)
         run()
+        assert differ(before, values(model.weights))
     assert_equal_on_all_ranks(values(model.weights))
 
 
 @pytest.mark.parametrize("groups", [None, 1, 2])
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
-def test_sparse_gradients_beside_dense_ones(groups, sparse_as_dense):
-    """A dense gradient before two sparse ones of other shapes: Horovod's own groups mix up their dense shapes."""
+def test_sparse_and_dense_gradients(groups, sparse_as_dense):
+    """A dense gradient before two sparse ones of other shapes: Horovod's own groups confuse their dense shapes."""
 
     def make():
         keras.utils.set_random_seed(3)
@@ -172,18 +185,18 @@ def test_sparse_gradients_beside_dense_ones(groups, sparse_as_dense):
     ]
     y = rng.integers(0, NUM_CLASSES, SIZE * BATCH)
     ours, alone = make(), make()
+    initial = values(ours.weights)
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.5), groups=groups, sparse_as_dense=sparse_as_dense)
     step(ours, optimizer, [own_slice(each, 0) for each in inputs], own_slice(y, 0), loss())
     step(alone, keras.optimizers.SGD(0.5), inputs, y, loss())
+    assert differ(initial, values(ours.weights))
     assert_equal_on_all_ranks(values(ours.weights))
     assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
-def test_sparse_gradients_stay_sparse_unless_asked(sparse_as_dense):
-    reduce = COLLECTIVES.gradient_reducer(
-        name="sparse", op="average", compression="none", groups=None, sparse_as_dense=sparse_as_dense
-    )
+def test_sparse_gradients_stay_sparse_by_default(sparse_as_dense):
+    reduce = COLLECTIVES.gradient_reducer(ReductionConfig(sparse_as_dense=sparse_as_dense))
     gradient = tf.IndexedSlices(tf.ones((2, 3)), tf.constant([RANK, 5]), dense_shape=tf.constant([9, 3]))
     (reduced,) = reduce([gradient]).gradients
     assert isinstance(reduced, tf.IndexedSlices) != sparse_as_dense
@@ -194,30 +207,27 @@ def test_sparse_gradients_stay_sparse_unless_asked(sparse_as_dense):
 
 
 @pytest.mark.parametrize("groups", [None, 1, 3])
-def test_small_gradients_travel_together(groups):
-    """Large ones by themselves; and each comes back in its shape, averaged."""
+def test_small_gradients_share_a_bucket(groups):
+    """A large one has its own bucket; each gradient is returned averaged, in its shape."""
     shapes = [(3,), (1 << 18,), (2, 4), (), (5, 1)]
     rng = np.random.default_rng(RANK)
     own = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
-    reduce = COLLECTIVES.gradient_reducer(
-        name="small", op="average", compression="none", groups=groups, sparse_as_dense=False
-    )
+    reduce = COLLECTIVES.gradient_reducer(ReductionConfig(groups=groups))
     reduced = reduce([tf.constant(each) for each in own])
-    assert len(reduced.messages) == (groups or 2)
-    everyone = COLLECTIVES.allgather(own)
+    assert len(reduced.buckets) == (groups or 2)
+    all_ranks = COLLECTIVES.allgather(own)
     for i, each in enumerate(reduced.gradients):
         assert each.shape == shapes[i]
-        assert each.numpy() == pytest.approx(np.mean([rank[i] for rank in everyone], axis=0), abs=1e-6)
+        assert each.numpy() == pytest.approx(np.mean([rank[i] for rank in all_ranks], axis=0), abs=1e-6)
     for mine, sent in zip(own, reduced.unpack(reduced.sent), strict=True):
         assert np.array_equal(mine, sent)
 
 
 @pytest.mark.parametrize("one_core", [True, False])
-def test_messages_wait_for_each_other_where_nothing_can_hide_them(one_core, monkeypatch):
-    monkeypatch.setattr(process, "computes_on_one_core", lambda: one_core)
-    reduce = COLLECTIVES.gradient_reducer(
-        name=f"waiting_{one_core}", op="average", compression="none", groups=2, sparse_as_dense=False
-    )
+def test_buckets_wait_for_each_other_if_nothing_can_hide_them(one_core, monkeypatch):
+    """On one core a reduction cannot overlap with the backward pass."""
+    monkeypatch.setattr(devices, "computes_on_one_core", lambda: one_core)
+    reduce = COLLECTIVES.gradient_reducer(ReductionConfig(groups=2))
 
     @tf.function
     def reduced(first, second):
@@ -225,33 +235,36 @@ def test_messages_wait_for_each_other_where_nothing_can_hide_them(one_core, monk
 
     graph = reduced.get_concrete_function(tf.zeros(3), tf.zeros(4)).graph
     sent = [each for each in graph.get_operations() if each.type == "HorovodAllreduce"]
-    # The other message: its own it waits for anyway.
+    # A control input for the other bucket: its own is a data input.
     assert [len(each.control_inputs) for each in sent] == [int(one_core)] * 2
     for each in reduced(tf.fill([3], float(RANK)), tf.fill([4], float(RANK))):
         assert each.numpy() == pytest.approx((SIZE - 1) / 2)
 
 
-def test_variables_without_gradient():
+def test_variables_without_a_gradient():
     x, y = samples(BATCH, seed=RANK)
     model = dense_model()
     unused = keras.Variable(np.ones(3, np.float32), name="unused")
+    initial = values(model.weights)
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01))
     with tf.GradientTape() as tape:
         value = loss()(y, model(x))
     variables = [*model.trainable_variables, unused]
     optimizer.apply(tape.gradient(value, variables), variables)
+    assert differ(initial, values(model.weights))
     assert_equal_on_all_ranks(values(model.weights))
     assert np.array_equal(unused.numpy(), np.ones(3))
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_one_reduction_for_all_micro_batches(accumulate, monkeypatch):
+@pytest.mark.parametrize("gradient_accumulation_steps", [1, 4])
+def test_one_reduction_for_all_micro_batches(gradient_accumulation_steps, monkeypatch):
     """Counts executed reductions, not traced ones, and compares with one process."""
+    micro_batches = gradient_accumulation_steps
     executed = tf.Variable(0)
     make_reducer = COLLECTIVES.gradient_reducer
 
-    def counting(**options):
-        reduce = make_reducer(**options)
+    def counting(*arguments):
+        reduce = make_reducer(*arguments)
 
         def count_and_reduce(gradients):
             executed.assign_add(1)
@@ -261,10 +274,10 @@ def test_one_reduction_for_all_micro_batches(accumulate, monkeypatch):
 
     monkeypatch.setattr(COLLECTIVES, "gradient_reducer", counting)
     updates = 2
-    x, y = samples(updates * accumulate * SIZE * BATCH)
-    steps = 1 if accumulate == 1 else accumulate
-    options = {} if accumulate == 1 else {"gradient_accumulation_steps": steps}
+    x, y = samples(updates * micro_batches * SIZE * BATCH)
+    options = {} if micro_batches == 1 else {"gradient_accumulation_steps": micro_batches}
     model, alone = dense_model(), dense_model()
+    initial = values(model.weights)
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05, **options))
     optimizer.build(model.trainable_variables)
 
@@ -273,19 +286,20 @@ def test_one_reduction_for_all_micro_batches(accumulate, monkeypatch):
         step(model, optimizer, batch_x, batch_y, loss())
 
     plain = keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.05)
-    for number in range(updates * accumulate):
+    for number in range(updates * micro_batches):
         run(tf.constant(own_slice(x, number)), tf.constant(own_slice(y, number)))
     for number in range(updates):
-        part = slice(number * accumulate * SIZE * BATCH, (number + 1) * accumulate * SIZE * BATCH)
+        part = slice(number * micro_batches * SIZE * BATCH, (number + 1) * micro_batches * SIZE * BATCH)
         step(alone, plain, x[part], y[part], loss())
     assert int(executed) == updates
+    assert differ(initial, values(model.weights))
     assert_equal_on_all_ranks(values(model.weights))
     assert relative_difference(values(model.weights), values(alone.weights)) < 1e-5
 
 
 @pytest.mark.parametrize("order", ["outside", "inside", "compile"])
 def test_overflow_on_one_rank_is_skipped_by_all(order):
-    """Without an agreement the finite rank waits for ever in the reduction; the kill timer would tell."""
+    """Without agreement the finite rank waits in the reduction forever, and the job's timeout fails the test."""
     model = dense_model()
     if order == "outside":
         optimizer = hvdtrain.DistributedOptimizer(
@@ -318,10 +332,10 @@ def test_overflow_on_one_rank_is_skipped_by_all(order):
 
     before = values(model.weights)
     run(tf.constant(np.inf if RANK == SIZE - 1 else 1.0, tf.float32))
-    assert all(np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))
+    assert not differ(before, values(model.weights))
     assert float(optimizer.dynamic_scale) == scale_before / 2
     run(tf.constant(1.0))
-    assert any(not np.array_equal(a, b) for a, b in zip(before, values(model.weights), strict=True))
+    assert differ(before, values(model.weights))
     assert_equal_on_all_ranks(values(model.weights) + values(optimizer.variables))
 
 
@@ -339,12 +353,14 @@ def test_fp16_compression_is_close_and_equal():
 def test_sum_is_size_times_average():
     x, y = samples(BATCH, seed=RANK)
     summed, averaged = dense_model(), dense_model()
+    initial = values(summed.weights)
     step(summed, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), op="sum"), x, y, loss())
     step(averaged, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE)), x, y, loss())
+    assert differ(initial, values(summed.weights))
     assert relative_difference(values(summed.weights), values(averaged.weights)) < 1e-5
 
 
-def test_what_xla_compiles_equals_one_process():
+def test_a_step_compiled_by_xla_equals_one_process():
     """Two embeddings, whose gradients are sparse; the last batch of an epoch is short."""
 
     def embedding_model() -> keras.Model:
@@ -358,14 +374,16 @@ def test_what_xla_compiles_equals_one_process():
     rng = np.random.default_rng(6)
     x, y = rng.integers(0, 20, (45, 4)).astype(np.int32), rng.integers(0, NUM_CLASSES, 45).astype(np.int32)
     ours, alone = embedding_model(), embedding_model()
-    trainer = hvdtrain.Trainer(ours, Arrays(x, y), batch_size=16 // SIZE, steps=8, steps_per_call=3, jit_compile=True)
+    initial = values(ours.weights)
+    trainer = make_trainer(ours, Arrays(x, y), batch_size=16 // SIZE, steps=8, steps_per_execution=3, jit_compile=True)
     trainer.fit()
     train_alone(alone, x, y, global_batch=16, seed=0, steps=8)
+    assert differ(initial, values(ours.weights))
     assert_equal_on_all_ranks(values(ours.weights) + values(ours.optimizer.variables))
     assert relative_difference(values(ours.weights), values(alone.weights)) < 1e-5
 
 
-def test_too_many_groups_is_refused_on_every_rank():
+def test_too_many_groups_are_refused_on_all_ranks():
     x, y = samples(BATCH)
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=99)
     with pytest.raises(hvdtrain.errors.UsageError, match="99 for 4"):

@@ -1,6 +1,4 @@
-"""On every rank: each option and source of synchronous training makes the updates of one process."""
-
-from pathlib import Path
+"""On all ranks: synchronous training with each option and data source makes the same updates as one process."""
 
 import keras
 import numpy as np
@@ -9,6 +7,7 @@ import tensorflow as tf
 from keras import layers
 from models import dense_model, relative_difference, values
 from one_process import train_alone
+from trainers import make_trainer
 from trainings import (
     COLLECTIVES,
     GLOBAL_BATCH,
@@ -31,26 +30,37 @@ from trainings import (
 
 import hvdtrain
 from hvdtrain.data import Arrays, Stream, TFRecords
+from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.errors import UsageError
 
 SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
-AVERAGE = {"learning_rate": 0.1, "use_ema": True, "ema_momentum": 0.8}
+EMA = {"learning_rate": 0.1, "use_ema": True, "ema_momentum": 0.8}
 TABLE = {
-    "accumulation": (tanh_model, ADAM, {"learning_rate": 0.01}, {"accumulate": 4}),
+    "accumulation": (tanh_model, ADAM, {"learning_rate": 0.01}, {"gradient_accumulation_steps": 4}),
     "global norm": (tanh_model, SGD, {"learning_rate": 0.5, "global_clipnorm": 0.05}, {}),
     "clip by value": (tanh_model, SGD, {"learning_rate": 0.5, "clipvalue": 0.01}, {}),
     "weight decay": (tanh_model, SGD, {"learning_rate": 0.1, "weight_decay": 0.1}, {}),
-    "regularizer": (regularized_model, SGD, {"learning_rate": 0.1}, {"accumulate": 2}),
-    "average of weights": (tanh_model, SGD, AVERAGE, {}),
-    "average of weights, accumulation": (tanh_model, SGD, AVERAGE, {"accumulate": 2, "steps_per_call": 3}),
-    "ten steps a call": (tanh_model, ADAM, {"learning_rate": 0.01}, {"steps_per_call": 10, "log_every": 11}),
+    "regularizer": (regularized_model, SGD, {"learning_rate": 0.1}, {"gradient_accumulation_steps": 2}),
+    "EMA": (tanh_model, SGD, EMA, {}),
+    "EMA, accumulation": (
+        tanh_model,
+        SGD,
+        EMA,
+        {"gradient_accumulation_steps": 2, "steps_per_execution": 3},
+    ),
+    "ten steps per execution": (
+        tanh_model,
+        ADAM,
+        {"learning_rate": 0.01},
+        {"steps_per_execution": 10, "log_every": 11},
+    ),
     "groups": (tanh_model, ADAM, {"learning_rate": 0.01}, {"groups": 2}),
     "BatchNormalization": (batchnorm_model, SGD, {"learning_rate": 0.1}, {"sync_batchnorm": True}),
-    "BatchNormalization, ten steps a call": (
+    "BatchNormalization, ten steps per execution": (
         batchnorm_model,
         ADAM,
         {"learning_rate": 0.01},
-        {"sync_batchnorm": True, "steps_per_call": 10},
+        {"sync_batchnorm": True, "steps_per_execution": 10},
     ),
 }
 
@@ -59,8 +69,8 @@ TABLE = {
 def test_equals_one_process(name):
     make_model, make_optimizer, options, training = TABLE[name]
     training = dict(training)
-    accumulate = {"gradient_accumulation_steps": training["accumulate"]} if "accumulate" in training else {}
-    optimizer = make_optimizer(**options, **accumulate)
+    accumulation = {name: value for name, value in training.items() if name == "gradient_accumulation_steps"}
+    optimizer = make_optimizer(**options, **accumulation)
     if "groups" in training:
         optimizer = hvdtrain.DistributedOptimizer(optimizer, groups=training.pop("groups"))
     ours, summary = trained(make_model, optimizer, **training)
@@ -70,20 +80,15 @@ def test_equals_one_process(name):
     assert_equal_replicas(ours)
 
 
-@pytest.fixture
-def shared_folder(tmp_path):
-    return Path(COLLECTIVES.allgather(str(tmp_path))[0])
-
-
-def test_tfrecords_equal_one_process(shared_folder):
-    source = TFRecords(write_records(shared_folder), parse, cache_dir=shared_folder / "cache")
-    ours, _ = trained(tanh_model, keras.optimizers.Adam(0.01), source, steps_per_call=10)
+def test_tfrecords_equal_one_process(folder):
+    source = TFRecords(write_records(folder), parse, cache_dir=folder / "cache")
+    ours, _ = trained(tanh_model, keras.optimizers.Adam(0.01), source, steps_per_execution=10)
     theirs = alone(tanh_model, keras.optimizers.Adam(0.01))
     assert relative_difference(values(ours.weights), values(theirs.weights)) < 1e-5
     assert_equal_replicas(ours)
 
 
-def test_a_data_set_equals_one_process():
+def test_a_dataset_equals_one_process():
     source = Stream(tf.data.Dataset.from_tensor_slices((X, Y)))
     ours, _ = trained(tanh_model, keras.optimizers.Adam(0.01), source)
     theirs = alone(tanh_model, keras.optimizers.Adam(0.01), shuffle=False)
@@ -101,7 +106,7 @@ def test_mixed_precision_keeps_replicas_equal(policy):
 
 
 def adasum(gradients: list[np.ndarray]) -> np.ndarray:
-    """Maleki et al., arXiv:2006.02924, equation 8, over pairs, then pairs of pairs."""
+    """Maleki et al., arXiv:2006.02924, equation 8: over pairs, then over pairs of pairs."""
     if len(gradients) == 1:
         return gradients[0]
     half = len(gradients) // 2
@@ -113,26 +118,26 @@ def adasum(gradients: list[np.ndarray]) -> np.ndarray:
 def test_adasum():
     rng = np.random.default_rng(RANK)
     own = [rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=7).astype(np.float32)]
-    reduce = COLLECTIVES.gradient_reducer(name="a", op="adasum", compression="none", groups=None, sparse_as_dense=False)
+    reduce = COLLECTIVES.gradient_reducer(ReductionConfig(op="adasum"))
     reduced = [each.numpy() for each in reduce([tf.constant(each) for each in own]).gradients]
-    everyone = COLLECTIVES.allgather(own)
+    all_ranks = COLLECTIVES.allgather(own)
     for i, each in enumerate(reduced):
-        assert each == pytest.approx(adasum([rank[i] for rank in everyone]), rel=1e-4, abs=1e-5)
+        assert each == pytest.approx(adasum([rank[i] for rank in all_ranks]), rel=1e-4, abs=1e-5)
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), op="adasum")
     model, summary = trained(tanh_model, optimizer)
     assert_equal_replicas(model)
     assert np.isfinite(summary["loss"])
 
 
-def test_what_fp16_loses_is_shown():
+def test_compression_error_of_fp16():
     model, summary = trained(tanh_model, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="fp16"))
     assert 1e-6 < summary["compression_error"] < 1e-2
     assert_equal_replicas(model)
     assert trained(tanh_model, keras.optimizers.SGD(0.1))[1]["compression_error"] is None
 
 
-def test_synchronised_batchnorm_forward_and_backward():
-    """Outputs and gradients on each rank's part are those of the whole batch, uneven parts and masks included."""
+def test_synchronized_batchnorm_forward_and_backward():
+    """Outputs and gradients of each rank's part equal those of the whole batch, also with uneven parts and masks."""
     rng = np.random.default_rng(3)
     whole = rng.normal(3.0, 2.0, size=(SIZE * 5 + 1, 4, 3)).astype(np.float32)
     mask = rng.random((len(whole), 4)) > 0.3
@@ -164,12 +169,12 @@ def test_synchronised_batchnorm_forward_and_backward():
         assert layer.moving_variance.numpy() == pytest.approx(plain_layer.moving_variance.numpy(), abs=1e-5)
 
 
-def test_a_rank_without_a_sample_of_its_own_counts_for_nothing_in_batchnorm():
+def test_a_rank_without_a_sample_has_no_weight_in_batchnorm():
     whole = np.random.default_rng(3).normal(3.0, 2.0, size=(SIZE * 5, 3)).astype(np.float32)
     layer = layers.BatchNormalization(momentum=0.5)
     model = keras.Sequential([layers.Input((3,)), layer])
     is_filler = RANK == 0 and SIZE > 1
-    hvdtrain.synchronize_batch_normalization(model, part_weight=lambda: tf.constant(0.0 if is_filler else 1.0))
+    hvdtrain.synchronize_batch_normalization(model, sample_weight=lambda: tf.constant(0.0 if is_filler else 1.0))
     layer(tf.constant(whole[5 * RANK : 5 * RANK + 5]), training=True)
     counted = whole[5:] if SIZE > 1 else whole
     assert layer.moving_mean.numpy() == pytest.approx(0.5 * counted.mean(0), rel=1e-4)
@@ -190,10 +195,10 @@ def test_losses_that_cannot_be_averaged_are_refused():
     summed = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     model.compile(optimizer="sgd", loss=summed)
     with pytest.raises(UsageError, match="op='sum'"):
-        hvdtrain.Trainer(model, Arrays(X, Y), batch_size=4, steps=1)
+        make_trainer(model, Arrays(X, Y), batch_size=4, steps=1)
     ours = compiled(tanh_model, "sgd", seed=100 + RANK)
     ours.compile(optimizer=hvdtrain.DistributedOptimizer(keras.optimizers.SGD(1e-3), op="sum"), loss=summed)
-    hvdtrain.Trainer(ours, Arrays(X, Y), batch_size=GLOBAL_BATCH // SIZE, steps=STEPS, seed=5).fit()
+    make_trainer(ours, Arrays(X, Y), batch_size=GLOBAL_BATCH // SIZE, steps=STEPS, seed=5).fit()
     theirs = compiled(tanh_model, "sgd")
     theirs.compile(optimizer=keras.optimizers.SGD(1e-3), loss=summed)
     train_alone(theirs, X, Y, global_batch=GLOBAL_BATCH, seed=5, steps=STEPS)

@@ -1,4 +1,4 @@
-"""On every rank: the trainer makes the updates of one process; guards and metrics see every rank."""
+"""On all ranks: the trainer makes the same updates as one process; checks and metrics cover all ranks."""
 
 import keras
 import numpy as np
@@ -6,15 +6,17 @@ import pytest
 import tensorflow as tf
 from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
 from one_process import train_alone
+from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain import replicas, runtime
 from hvdtrain.data import Arrays, evaluation_dataset, training_dataset
-from hvdtrain.errors import DataError, DisagreementError, DivergenceError, UsageError
-from hvdtrain.failure import JobError, on_every_rank
-from hvdtrain.metrics import reduced_results
-from hvdtrain.sampling import SamplePlan
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.distributed import replica_consistency, runtime
+from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.errors import DataError, DisagreementError, DivergenceError, JobError, UsageError
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.tasks import digits
+from hvdtrain.training.metrics import reduced_results
 
 TOPOLOGY = hvdtrain.init(seed=0, deterministic=True)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -30,7 +32,7 @@ OPTIMIZERS = {
 
 
 def smooth_model() -> keras.Model:
-    """The digits network without kinks: near one, the last bit of a sum can decide which way training goes."""
+    """The digits network without kinks: near a kink, the last bit of a sum can change a gradient."""
     return keras.Sequential(
         [
             keras.layers.Input((8, 8, 1)),
@@ -50,21 +52,23 @@ def make(make_model, model_seed: int, optimizer) -> keras.Model:
     return model
 
 
-def difference_from_one_process(make_model, name: str, *, accumulate: int = 1, steps_per_call: int = 1) -> float:
+def difference_from_one_process(
+    make_model, name: str, *, gradient_accumulation_steps: int = 1, steps_per_execution: int = 1
+) -> float:
     """1,437 samples leave 29 for the last step of an epoch: they do not divide by any number of ranks."""
     data = digits.read_data(None).training
     x, y = data.x, data.y
-    options = {} if accumulate == 1 else {"gradient_accumulation_steps": accumulate}
-    # Other initial weights on each rank: the broadcast has to mend them before the first step.
+    options = {} if gradient_accumulation_steps == 1 else {"gradient_accumulation_steps": gradient_accumulation_steps}
+    # Different initial weights on each rank: the broadcast must make them equal before the first step.
     ours = make(make_model, 100 + RANK, OPTIMIZERS[name](**options))
-    trainer = hvdtrain.Trainer(
+    trainer = make_trainer(
         ours,
         Arrays(x, y),
-        batch_size=GLOBAL_BATCH // SIZE // accumulate,
+        batch_size=GLOBAL_BATCH // SIZE // gradient_accumulation_steps,
         steps=STEPS,
         seed=5,
-        accumulate=accumulate,
-        steps_per_call=steps_per_call,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        steps_per_execution=steps_per_execution,
     )
     summary = trainer.fit()
     alone = make(make_model, 100, OPTIMIZERS[name]())
@@ -77,20 +81,28 @@ def difference_from_one_process(make_model, name: str, *, accumulate: int = 1, s
 LAYOUTS = [("momentum", 1, 1), ("adam", 1, 1), ("adamw_clip", 1, 1), ("momentum", 2, 1), ("momentum", 1, 7)]
 
 
-@pytest.mark.parametrize(("name", "accumulate", "steps_per_call"), LAYOUTS)
-def test_equals_one_process(name, accumulate, steps_per_call):
-    difference = difference_from_one_process(smooth_model, name, accumulate=accumulate, steps_per_call=steps_per_call)
+@pytest.mark.parametrize(("name", "gradient_accumulation_steps", "steps_per_execution"), LAYOUTS)
+def test_equals_one_process(name, gradient_accumulation_steps, steps_per_execution):
+    difference = difference_from_one_process(
+        smooth_model,
+        name,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        steps_per_execution=steps_per_execution,
+    )
     assert difference < 1e-5
 
 
-@pytest.mark.parametrize(("name", "accumulate", "steps_per_call"), LAYOUTS)
-def test_equals_one_process_in_double_precision(name, accumulate, steps_per_call):
-    """The network as it is, with ReLU and max-pooling: no kink is within reach of so small a difference."""
+@pytest.mark.parametrize(("name", "gradient_accumulation_steps", "steps_per_execution"), LAYOUTS)
+def test_equals_one_process_in_double_precision(name, gradient_accumulation_steps, steps_per_execution):
+    """The digits network itself, with ReLU and max pooling: differences are too small to cross a kink."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     try:
         difference = difference_from_one_process(
-            digits.make_model, name, accumulate=accumulate, steps_per_call=steps_per_call
+            digits.make_model,
+            name,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            steps_per_execution=steps_per_execution,
         )
     finally:
         keras.config.set_floatx("float32")
@@ -99,10 +111,11 @@ def test_equals_one_process_in_double_precision(name, accumulate, steps_per_call
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 64, 1000])
-@pytest.mark.parametrize(("batch_size", "accumulate"), [(3, 1), (16, 1), (5, 3)])
-def test_every_sample_once_an_epoch(num_samples, batch_size, accumulate):
-    """Reads back the sample numbers that came out of the input pipeline, with their weights."""
-    options = {"num_samples": num_samples, "batch_size": batch_size, "size": SIZE, "accumulate": accumulate, "seed": 2}
+@pytest.mark.parametrize(("batch_size", "gradient_accumulation_steps"), [(3, 1), (16, 1), (5, 3)])
+def test_every_sample_once_per_epoch(num_samples, batch_size, gradient_accumulation_steps):
+    """Collects the sample numbers that the input pipeline yields, with their weights."""
+    options = {"num_samples": num_samples, "batch_size": batch_size, "size": SIZE, "seed": 2}
+    options["gradient_accumulation_steps"] = gradient_accumulation_steps
     if num_samples < SIZE:
         with pytest.raises(UsageError, match="at least one sample for each rank"):
             SamplePlan(rank=RANK, **options)
@@ -110,22 +123,26 @@ def test_every_sample_once_an_epoch(num_samples, batch_size, accumulate):
     plan = SamplePlan(rank=RANK, **options)
     numbers = np.arange(num_samples)
     epochs = 2
-    micro_batches = epochs * plan.steps_per_epoch * accumulate
+    micro_batches = epochs * plan.steps_per_epoch * gradient_accumulation_steps
     seen: list[tuple[list[int], float]] = []
     for (x, y), factor in training_dataset(Arrays(numbers, numbers), plan).take(micro_batches):
         assert np.array_equal(x, y)
         seen.append(([int(n) for n in x], float(factor)))
-    everyone = COLLECTIVES.allgather(seen)
-    assert {len(each) for each in everyone} == {micro_batches}
-    per_epoch = plan.steps_per_epoch * accumulate
+    all_ranks = COLLECTIVES.allgather(seen)
+    assert {len(each) for each in all_ranks} == {micro_batches}
+    per_epoch = plan.steps_per_epoch * gradient_accumulation_steps
     for epoch in range(epochs):
         window = range(epoch * per_epoch, (epoch + 1) * per_epoch)
-        drawn = [n for rank in everyone for i in window for n in rank[i][0] if rank[i][1] > 0]
+        drawn = [n for rank in all_ranks for i in window for n in rank[i][0] if rank[i][1] > 0]
         assert sorted(drawn) == list(range(num_samples))
-        # Step by step: the samples are the next ones of the one global order, weighted as one mean.
+        # In each step: the next samples of the global order, weighted so that their sum is a mean.
         order = plan.order(epoch)
         for step in range(plan.steps_per_epoch):
-            parts = [rank[epoch * per_epoch + step * accumulate + k] for k in range(accumulate) for rank in everyone]
+            parts = [
+                rank[epoch * per_epoch + step * gradient_accumulation_steps + k]
+                for k in range(gradient_accumulation_steps)
+                for rank in all_ranks
+            ]
             numbers_of_step = [n for part, factor in parts for n in part if factor > 0]
             first = step * plan.global_batch_size
             assert numbers_of_step == list(order[first : first + plan.global_batch_size])
@@ -151,7 +168,7 @@ def test_metrics_are_exact_on_uneven_shards():
     expected = {name: float(value) for name, value in alone.get_metrics_result().items()}
     assert reduced == pytest.approx(expected, rel=1e-6)
     assert own != pytest.approx(expected, rel=1e-6)
-    # The rank's own state is as it was.
+    # The rank's own state has not changed.
     assert {name: float(value) for name, value in model.get_metrics_result().items()} == own
 
 
@@ -186,7 +203,7 @@ def batchnorm_model(seed: int) -> keras.Model:
     return model
 
 
-def test_start_broadcasts_model_and_optimizer_and_separates_random_streams():
+def test_broadcast_sends_model_and_optimizer_and_separates_random_streams():
     model = batchnorm_model(seed=RANK)
     model.optimizer.build(model.trainable_variables)
     for variable in model.optimizer.variables:
@@ -201,7 +218,7 @@ def test_start_broadcasts_model_and_optimizer_and_separates_random_streams():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int8", "int64", "uint32", "bool"])
-def test_variables_of_each_kind_are_broadcast(dtype):
+def test_variables_of_each_dtype_are_broadcast(dtype):
     variables = [tf.Variable(tf.cast([[RANK, 1, RANK]], dtype)), tf.Variable(tf.cast(RANK, dtype))]
     COLLECTIVES.broadcast(variables, root_rank=SIZE - 1)
     last = tf.cast(SIZE - 1, dtype).numpy()
@@ -209,7 +226,7 @@ def test_variables_of_each_kind_are_broadcast(dtype):
     assert variables[1].numpy() == last
 
 
-def test_moving_statistics_are_equal_wherever_they_are_seen():
+def test_shared_statistics_are_the_mean_over_ranks_and_are_restored():
     model = batchnorm_model(seed=0)
     hvdtrain.broadcast(model)
     x, y = samples(32, seed=RANK)
@@ -217,17 +234,17 @@ def test_moving_statistics_are_equal_wherever_they_are_seen():
     statistics = model.layers[1].moving_mean
     before = COLLECTIVES.allgather(statistics.numpy())
     assert not np.array_equal(before[0], before[-1])
-    replicas.require_equal_replicas(model, COLLECTIVES, step=4)
-    with replicas.shared_statistics(model, COLLECTIVES):
+    replica_consistency.require_equal_replicas(model, COLLECTIVES, step=4)
+    with replica_consistency.shared_statistics(model, COLLECTIVES):
         seen = COLLECTIVES.allgather(statistics.numpy())
     assert all(np.array_equal(seen[0], each) for each in seen)
     after = COLLECTIVES.allgather(statistics.numpy())
-    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), "looking must change nothing"
+    assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), "the statistics must be restored"
     assert seen[0] == pytest.approx(np.mean(before, axis=0), rel=1e-5)
 
 
 @pytest.mark.parametrize("which", ["model", "optimizer"])
-def test_one_changed_value_is_found_and_named(which):
+def test_one_changed_value_is_detected_and_named(which):
     model = batchnorm_model(seed=0)
     hvdtrain.broadcast(model)
     variable = model.layers[0].kernel if which == "model" else model.optimizer.variables[-1]
@@ -235,48 +252,53 @@ def test_one_changed_value_is_found_and_named(which):
         changed = variable.numpy()
         changed.flat[0] += 1e-6
         variable.assign(changed)
-    # Of two ranks neither is in the majority: the lower one is taken for right.
+    # With two ranks there is no majority: rank 0 counts as correct.
     with pytest.raises(DivergenceError, match=r"step 12 .* of rank 1 differs") as caught:
-        replicas.require_equal_replicas(model, COLLECTIVES, step=12)
+        replica_consistency.require_equal_replicas(model, COLLECTIVES, step=12)
     assert variable.path in str(caught.value)
     assert caught.value.exit_code == 70
 
 
-def test_disagreement_is_told_on_every_rank_with_the_difference():
+def test_disagreement_is_raised_on_all_ranks_with_the_difference():
     with pytest.raises(DisagreementError, match=r"--batch-size: 8 on .*, 9 on rank 1") as caught:
-        replicas.require_agreement("configuration", {"--batch-size": 9 if RANK == 1 else 8}, COLLECTIVES)
+        require_agreement("configuration", {"--batch-size": 9 if RANK == 1 else 8}, COLLECTIVES)
     assert caught.value.exit_code == 78
-    replicas.require_agreement("configuration", {"--batch-size": 8}, COLLECTIVES)
+    require_agreement("configuration", {"--batch-size": 8}, COLLECTIVES)
 
 
-def test_another_model_on_one_rank_is_refused_before_the_first_step():
+def test_a_different_model_on_one_rank_is_refused_before_the_first_step():
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(4 if RANK == 0 else 5)])
     model.compile(optimizer="sgd", loss="mse")
     x, _ = samples(16)
-    trainer = hvdtrain.Trainer(model, Arrays(x, np.zeros((16, 1), np.float32)), batch_size=4, steps=1)
+    trainer = make_trainer(model, Arrays(x, np.zeros((16, 1), np.float32)), batch_size=4, steps=1)
     with pytest.raises(DisagreementError, match="same model"):
         trainer.fit()
 
 
-def test_other_data_or_arguments_on_one_rank_are_refused():
+def test_different_data_or_arguments_on_one_rank_are_refused(tmp_path):
     same, other = Arrays(*samples(16)), Arrays(*samples(16, seed=RANK))
 
-    def fit(training, evaluation, **arguments):
+    def fit(training, evaluation, saves=False, **arguments):
         model = dense_model()
         model.compile(optimizer="sgd", loss=loss())
-        hvdtrain.Trainer(model, training, evaluation, **{"batch_size": 4, "steps": 1, **arguments}).fit()
+        if saves:
+            arguments["checkpointer"] = hvdtrain.Checkpointer(tmp_path, model)
+        make_trainer(model, training, evaluation, **{"batch_size": 4, "steps": 1, **arguments}).fit()
 
     with pytest.raises(DisagreementError, match="same training data"):
         fit(other, None)
     with pytest.raises(DisagreementError, match="same evaluation data"):
         fit(same, other)
-    # Rank 1 would wait in a reduction for its log line that rank 0 never makes.
+    # Otherwise a rank would wait in a reduction for a log line that the other does not write at this step.
     with pytest.raises(DisagreementError, match=r"same arguments of Trainer.*log_every: 1 on rank 0"):
         fit(same, None, log_every=1 + RANK)
+    # Otherwise it would wait in a save.
+    with pytest.raises(DisagreementError, match=r"same arguments of Trainer.*checkpointer: 'given' on rank 0"):
+        fit(same, None, saves=RANK == 0)
 
 
-def test_an_error_of_one_rank_is_raised_on_all():
+def test_an_error_on_one_rank_is_raised_on_all_ranks():
     def read() -> None:
         if RANK == SIZE - 1:
             raise DataError("train.bin is missing")

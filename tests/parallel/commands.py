@@ -1,6 +1,6 @@
-"""Started by a launcher on every rank: runs several command lines one after the other, for one start of TensorFlow.
+"""Started by a launcher on every rank: runs several command lines in turn, so that TensorFlow starts only once.
 
-Leaves of each command what this rank has said, and its exit code, in files of the folder.
+Writes this rank's output and exit code of each command to files in the folder.
 """
 
 import json
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import keras
 
-from hvdtrain import process
-from hvdtrain.cli import main
+from hvdtrain.commands.cli import main
+from hvdtrain.system import environment
 
 
 def run_all(lines: list[list[str]], folder: Path) -> None:
-    rank = process.find_launcher().rank
+    rank = environment.launcher().rank
     for i, line in enumerate(lines):
         log = os.open(folder / f"command{i}-rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)

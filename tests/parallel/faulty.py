@@ -1,9 +1,9 @@
-"""``python -m hvdtrain`` with a fault: started by a launcher on every rank, as the command line is.
+"""Runs ``python -m hvdtrain`` with an injected fault; a launcher starts it on all ranks.
 
-The first argument is a JSON object: ``ranks`` and ``step`` say where the fault strikes, ``fault`` which one,
-``after`` that it strikes after that step and not before it, ``mark`` names a file in which the moment is noted,
-``made`` a folder in which each rank notes at the end how many steps it has made. The other arguments are the
-command line's.
+The first argument is a JSON object: ``fault`` is injected on ``ranks`` before ``step``, or after it if ``after`` is
+set, and not before the folder ``checkpoint`` exists, if set. ``mark`` is a file to which the time of the fault is
+written, ``made`` a folder to which each rank writes its number of completed steps at the end. The other arguments are
+those of the command line.
 """
 
 import contextlib
@@ -15,34 +15,36 @@ import sys
 import time
 from pathlib import Path
 
-from hvdtrain import process
+from hvdtrain.system import environment, tensorflow_start
 
-process.import_tensorflow()
+tensorflow_start.import_tensorflow()
 
-from hvdtrain import files  # noqa: E402
-from hvdtrain.checkpoint import folders  # noqa: E402
-from hvdtrain.cli import main  # noqa: E402
-from hvdtrain.data import feed  # noqa: E402
-from hvdtrain.steps import CompiledSteps  # noqa: E402
+from hvdtrain.commands.cli import main  # noqa: E402
+from hvdtrain.data import feeds  # noqa: E402
+from hvdtrain.system import atomic_files  # noqa: E402
+from hvdtrain.training.train_step import TrainStep  # noqa: E402
 
 SPEC = json.loads(sys.argv[1])
-RANK = process.find_launcher().rank
-train, sync, training_dataset = CompiledSteps.train, files.sync, feed.training_dataset
+RANK = environment.launcher().rank
+run, sync, training_dataset = TrainStep.run, atomic_files.sync, feeds.training_dataset
 
 
-def note() -> None:
+def mark_time() -> None:
     Path(SPEC["mark"]).write_text(str(time.time()))
 
 
-def strike(steps: CompiledSteps) -> None:
+def inject(train_step: TrainStep) -> None:
     fault = SPEC["fault"]
+    while "checkpoint" in SPEC and not Path(SPEC["checkpoint"]).exists():
+        time.sleep(0.01)  # it is being written in the background
+    mark_time()
     if fault == "exception":
         raise ValueError("the step is cursed")
     if fault == "weight":
-        variable = steps._model.trainable_variables[0]
+        variable = train_step._model.trainable_variables[0]
         variable.assign(variable + 1e-3)
     elif fault == "nan":
-        variable = steps._model.trainable_variables[SPEC["variable"]]
+        variable = train_step._model.trainable_variables[SPEC["variable"]]
         variable.assign(variable * float("nan"))
     elif fault == "fill":
         with contextlib.suppress(OSError), open(SPEC["filler"], "wb", buffering=0) as file:
@@ -56,63 +58,61 @@ def strike(steps: CompiledSteps) -> None:
         os.kill(os.getpid(), getattr(signal, fault))
 
 
-def train_with_fault(steps: CompiledSteps, *arguments) -> None:
-    train_with_fault.made = getattr(train_with_fault, "made", steps.steps_made)
-    is_hit = RANK in SPEC["ranks"] and train_with_fault.made == SPEC["step"]
-    if is_hit and not SPEC.get("after"):
-        note()
-        strike(steps)
-    if train_with_fault.made == SPEC.get("mend_step") and RANK == 0:
+def run_with_fault(train_step: TrainStep, steps: int) -> None:
+    run_with_fault.completed = getattr(run_with_fault, "completed", train_step.steps_made)
+    is_faulty = RANK in SPEC["ranks"] and run_with_fault.completed == SPEC["step"]
+    if is_faulty and not SPEC.get("after"):
+        inject(train_step)
+    if run_with_fault.completed == SPEC.get("free_step") and RANK == 0:
         Path(SPEC["filler"]).unlink()
-    train(steps, *arguments)
-    if is_hit and SPEC.get("after"):
-        note()
-        strike(steps)
-    train_with_fault.made += 1
+    run(train_step, steps)
+    if is_faulty and SPEC.get("after"):
+        inject(train_step)
+    run_with_fault.completed += steps
     time.sleep(SPEC.get("step_s", 0))
 
 
 def slow_input(*arguments, **options):
-    """One batch is long in coming."""
+    """Delays one batch."""
     import tensorflow as tf
 
     def wait(number: int) -> int:
         if RANK in SPEC["ranks"] and number == SPEC["step"]:
-            note()
+            mark_time()
             time.sleep(SPEC["input_s"])
         return number
 
-    def waited_for(number: tf.Tensor, batch: tuple) -> tuple:
+    def after_waiting(number: tf.Tensor, batch: tuple) -> tuple:
         with tf.control_dependencies([tf.numpy_function(wait, [number], tf.int64)]):
             return tf.nest.map_structure(tf.identity, batch)
 
-    return training_dataset(*arguments, **options).enumerate().map(waited_for)
+    return training_dataset(*arguments, **options).enumerate().map(after_waiting)
 
 
 def slow_sync(path: Path) -> None:
-    """A disk that takes its time, for the checkpoint of a job that was asked to stop."""
+    """Delays the checkpoint of a job that stops, as a slow disk does."""
     if "checkpoints" in path.parts:
-        note()
+        mark_time()
         time.sleep(SPEC["sync_s"])
     sync(path)
 
 
-def sync_and_die(path: Path) -> None:
+def sync_and_kill(path: Path) -> None:
     if path.name == f"step-{SPEC['step']:08d}" or f"step-{SPEC['step']:08d}.writing" in str(path):
-        note()
+        mark_time()
         os.kill(os.getpid(), signal.SIGKILL)
     sync(path)
 
 
-if SPEC["fault"] == "die in a save":
-    files.sync = folders.sync = sync_and_die
+if SPEC["fault"] == "kill in a save":
+    atomic_files.sync = sync_and_kill
 elif SPEC["fault"] == "slow input":
-    feed.training_dataset = slow_input
+    feeds.training_dataset = slow_input
 else:
-    CompiledSteps.train = train_with_fault
+    TrainStep.run = run_with_fault
     if "sync_s" in SPEC:
-        files.sync = folders.sync = slow_sync
+        atomic_files.sync = slow_sync
 code = main(sys.argv[2:])
 if "made" in SPEC:
-    Path(SPEC["made"], f"rank{RANK}").write_text(str(train_with_fault.made))
+    Path(SPEC["made"], f"rank{RANK}").write_text(str(run_with_fault.completed))
 sys.exit(code)

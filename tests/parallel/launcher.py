@@ -1,4 +1,4 @@
-"""Starts real jobs for the tests: a kill timer, an exit code, a minimum of executed tests, each rank's log."""
+"""Starts real jobs for the tests, with a timeout, and checks exit codes and the number of executed tests."""
 
 import contextlib
 import dataclasses
@@ -20,8 +20,8 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent.parent
 LOG_TAIL_LINES = 60
-_TOLD = "hvdtrain: "
-# A test's parameters that differ little from its others.
+_PREFIX = "hvdtrain: "
+# Parameters of a test that belong to the long tier.
 LONG = partial(pytest.param, marks=pytest.mark.long)
 
 LAUNCHERS = {
@@ -40,23 +40,23 @@ class Finished:
     output: str
 
     @property
-    def told(self) -> list[str]:
-        """What hvdtrain has said of errors and stops, without tags of launchers."""
-        # Not only at the beginning of a line: Horovod writes lines of its own in pieces, and ours come between them.
-        return [line[line.index(_TOLD) :] for line in self.output.splitlines() if _TOLD in line]
+    def messages(self) -> list[str]:
+        """The messages of hvdtrain about errors and stops, without the tags of launchers."""
+        # Also within a line: Horovod writes its lines in pieces, and ours may come between them.
+        return [line[line.index(_PREFIX) :] for line in self.output.splitlines() if _PREFIX in line]
 
     @property
-    def only_line_told(self) -> str:
-        """Fails the test where there is not exactly one."""
-        assert len(self.told) == 1, self.output
-        return self.told[0]
+    def only_message(self) -> str:
+        """The message; fails the test unless there is exactly one."""
+        assert len(self.messages) == 1, self.output
+        return self.messages[0]
 
 
 class Job:
-    """A job that runs."""
+    """A running job."""
 
     def __init__(self, command: list[str], *, ranks: int, launcher: str = "mpirun", cwd: Path = ROOT):
-        # Every process of the job carries it in its environment, whatever group a launcher puts it into.
+        # All processes of the job have it in their environment, whatever process group the launcher puts them into.
         self._mark = f"HVDTRAIN_TEST_JOB={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         self._launcher = subprocess.Popen(
@@ -70,7 +70,7 @@ class Job:
             env={**os.environ, "PYTHONUNBUFFERED": "1", name: value},
             start_new_session=True,
         )
-        # Read all the time: a job whose output nobody takes stands still.
+        # Read on a thread: otherwise the job blocks when the pipe is full.
         self._output: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -80,16 +80,16 @@ class Job:
         self._output += self._launcher.stdout
 
     def signal(self, number: signal.Signals) -> None:
-        """To the launcher."""
+        """Sends a signal to the launcher."""
         self._launcher.send_signal(number)
 
     @property
     def is_running(self) -> bool:
-        """Whether the launcher is."""
+        """Whether the launcher is running."""
         return self._launcher.poll() is None
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """The environments of the job's processes by their numbers."""
+        """The environments of the job's processes, by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -102,7 +102,7 @@ class Job:
         return found
 
     def rank(self, number: int) -> int:
-        """The process of a rank, as soon as there is one."""
+        """Waits for the process of a rank; returns its process id."""
         while True:
             for pid, environment in self.processes().items():
                 rank = environment.get("OMPI_COMM_WORLD_RANK", environment.get("HOROVOD_RANK"))
@@ -112,7 +112,7 @@ class Job:
             time.sleep(0.05)
 
     def ports(self) -> set[int]:
-        """The ports on which its processes listen."""
+        """The ports on which the job's processes listen."""
         sockets = set()
         for pid in self.processes():
             for link in Path(f"/proc/{pid}/fd").glob("*"):
@@ -121,25 +121,25 @@ class Job:
         return {port for port, inode in listening().items() if f"socket:[{inode}]" in sockets}
 
     def end(self, timeout_s: float) -> Finished:
-        """Waits for its end; a job that outlives the timer is killed whole and fails the test."""
+        """Waits until the job has ended; kills it and fails the test after the timeout."""
         self._reader.join(timeout_s)
-        is_late = self._reader.is_alive()
-        if is_late:
+        timed_out = self._reader.is_alive()
+        if timed_out:
             self.kill()
             self._reader.join()
         output = "".join(self._output)
-        assert not is_late, f"the job did not end within {timeout_s} s. Its output:\n{_tail(output)}"
+        assert not timed_out, f"the job did not end within {timeout_s} s. Its output:\n{_tail(output)}"
         return Finished(self._launcher.wait(), output)
 
     def kill(self) -> None:
-        """Whatever is left of it."""
+        """Kills all processes of the job that are left."""
         for pid in [self._launcher.pid, *self.processes()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
 def listening() -> dict[int, str]:
-    """The TCP ports of this machine on which somebody listens, and the inode of each socket."""
+    """The TCP ports of this machine on which a process listens, with the inode of each socket."""
     result = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -157,23 +157,23 @@ def run_job(
 
 
 def run_commands(lines: Sequence[Sequence[object]], *, ranks: int, folder: Path, timeout_s: float) -> list[Finished]:
-    """Runs command lines of hvdtrain one after the other in one job: what all ranks said, and their exit code."""
+    """Runs several command lines of hvdtrain in one job; returns the output and exit code of each."""
     folder.mkdir()
-    asked = folder / "commands.json"
-    asked.write_text(json.dumps([[str(word) for word in line] for line in lines]))
-    command = [sys.executable, str(TESTS / "commands.py"), str(asked), str(folder)]
+    commands = folder / "commands.json"
+    commands.write_text(json.dumps([[str(word) for word in line] for line in lines]))
+    command = [sys.executable, str(TESTS / "commands.py"), str(commands), str(folder)]
     job = run_job(command, ranks=ranks, timeout_s=timeout_s)
-    said = [[folder / f"command{i}-rank{rank}.log" for rank in range(ranks)] for i in range(len(lines))]
-    outputs = ["".join(log.read_text() for log in each if log.exists()) for each in said]
+    logs = [[folder / f"command{i}-rank{rank}.log" for rank in range(ranks)] for i in range(len(lines))]
+    outputs = ["".join(log.read_text() for log in each if log.exists()) for each in logs]
     assert job.code == 0, "\n".join([job.output, *map(_tail, outputs)])
-    codes = [{int(log.with_suffix(".code").read_text()) for log in each} for each in said]
+    codes = [{int(log.with_suffix(".code").read_text()) for log in each} for each in logs]
     for code, output in zip(codes, outputs, strict=True):
         assert len(code) == 1, f"exit codes {code}\n{output}"
     return [Finished(code.pop(), output) for code, output in zip(codes, outputs, strict=True)]
 
 
 def run_cases(name: str, *more: str, ranks: int, minimum: int, folder: Path, timeout_s: float) -> None:
-    """Runs ``cases_<name>.py`` under pytest on every rank; demands that each rank executed and passed enough.
+    """Runs ``cases_<name>.py`` under pytest on every rank; each rank must pass at least ``minimum`` tests.
 
     ``more`` are options of pytest.
     """
@@ -187,11 +187,11 @@ def run_cases(name: str, *more: str, ranks: int, minimum: int, folder: Path, tim
     assert job.code == 0, f"exit code {job.code}\n{_tail(job.output)}\n{logs}"
     for rank in range(ranks):
         executed = executed_tests(folder / f"rank{rank}.xml")
-        assert executed >= minimum, f"rank {rank} executed {executed} tests, at least {minimum} are due\n{logs}"
+        assert executed >= minimum, f"rank {rank} passed {executed} tests, at least {minimum} are required\n{logs}"
 
 
 def executed_tests(junit: Path) -> int:
-    """The tests that a rank ran and passed, by its JUnit file; 0 where it left none."""
+    """The number of tests that a rank passed, from its JUnit file; 0 if there is none."""
     if not junit.exists():
         return 0
     suites = ElementTree.parse(junit).getroot().iter("testsuite")

@@ -28,6 +28,6 @@ def values(variables) -> list[np.ndarray]:
 
 
 def relative_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
-    """The largest difference of an element over its variable's largest magnitude."""
+    """The largest difference of two elements, relative to the largest magnitude in their variable."""
     assert len(ours) == len(theirs)
     return max(float(np.max(np.abs(a - b)) / max(1e-12, np.max(np.abs(b)))) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""What one process makes of the whole global batch, for comparison: plain Keras, in the documented order."""
+"""For comparison: plain Keras in one process trains on the global batch, in the documented order of samples."""
 
 import keras
 import numpy as np

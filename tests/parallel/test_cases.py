@@ -3,20 +3,26 @@
 import pytest
 from launcher import run_cases
 
+pytestmark = pytest.mark.slow
+
 # A file of cases and the number of ranks, to how many cases have to pass.
 JOBS = {
+    ("numerics", 2): 33,
     ("options", 2): 21,
     ("optimizer", 2): 46,
     ("optimizer", 4): 34,
     ("training", 2): 41,
-    ("faults", 2): 15,
-    ("callbacks", 2): 50,
-    ("resume", 2): 11,
-    ("averaging", 2): 33,
+    ("faults", 2): 19,
+    ("callbacks", 2): 15,
+    ("fit", 2): 27,
+    ("metrics", 2): 35,
+    ("resume", 2): 12,
+    ("local_sgd", 2): 25,
+    ("averager", 2): 13,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2 and name != "optimizer"}
-LONG_JOBS |= {("options", 1): 21, ("averaging", 2): 36}
+LONG_JOBS |= {("options", 1): 21}
 
 
 @pytest.mark.parametrize(("name", "ranks"), JOBS)

@@ -1,6 +1,6 @@
-"""What clusters do to a job, with real processes and real signals: it ends in time, says why, and goes on exactly.
+"""Faults in real jobs: the job ends in time, reports the cause, and resumes exactly.
 
-The common oracle: the final weights are bit-equal to those of a run that nothing has happened to.
+The common oracle: the final weights are bit-identical to those of an uninterrupted run.
 """
 
 import json
@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 from launcher import LONG, Finished, Job, listening, run_commands, run_job
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY = 120, 20
 TRAIN = [sys.executable, "-m", "hvdtrain"]
 FAULTY = [sys.executable, str(Path(__file__).with_name("faulty.py"))]
 OPTIONS = ["--deterministic", "--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--warmup-steps", "70"]
 ENDS_WITHIN_S = 5.0
-# Longer than a start takes on a machine that has other work.
+# Longer than a start takes on a busy machine.
 STALL_S = 8
 
 
@@ -30,22 +32,22 @@ def flags(run_dir: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def untouched(tmp_path_factory) -> dict:
-    """The summary of a run that nothing happens to."""
-    run_dir = tmp_path_factory.mktemp("untouched") / "run"
+def uninterrupted(tmp_path_factory) -> dict:
+    """The summary of an uninterrupted run."""
+    run_dir = tmp_path_factory.mktemp("uninterrupted") / "run"
     job = run_job([*TRAIN, *flags(run_dir)], ranks=2, timeout_s=90)
     assert job.code == 0, job.output
     return json.loads((run_dir / "summary.json").read_text())
 
 
 def start(run_dir: Path, fault: str, *, ranks=(1,), step=47, launcher="mpirun", more=(), **spec) -> tuple[Job, Path]:
-    mark = run_dir.parent / "moment"
+    mark = run_dir.parent / "time of fault"
     spec = {"fault": fault, "ranks": list(ranks), "step": step, "mark": str(mark), **spec}
     return Job([*FAULTY, json.dumps(spec), *flags(run_dir, *more)], ranks=2, launcher=launcher), mark
 
 
-def struck(job: Job, mark: Path) -> set[int]:
-    """Waits for the moment of the fault; gives back the ports on which the job listened before."""
+def wait_for_fault(job: Job, mark: Path) -> set[int]:
+    """Waits for the fault; returns the ports on which the job listened before."""
     ports: set[int] = set()
     while not mark.exists():
         ports = ports or job.ports()
@@ -55,35 +57,35 @@ def struck(job: Job, mark: Path) -> set[int]:
 
 
 def ended_in_time(job: Job, mark: Path, within_s: float = ENDS_WITHIN_S, ports: set[int] | None = None) -> Finished:
-    """The job is gone, every process and port of it, within five seconds of the moment that was marked."""
-    ports = ports or struck(job, mark)
+    """Returns the ended job, whose processes and ports must be gone within five seconds of the marked time."""
+    ports = ports or wait_for_fault(job, mark)
     done = job.end(90)
     took_s = time.time() - float(mark.read_text())
     assert took_s < within_s, f"{took_s:.1f} s\n{done.output}"
     while time.time() < float(mark.read_text()) + within_s and job.processes():
         time.sleep(0.1)
     assert not job.processes()
-    assert ports, "the job has listened nowhere: the test of its ports is void"
+    assert ports, "the job has not listened on any port: its ports cannot be checked"
     assert not ports & set(listening())
     return done
 
 
-def goes_on(run_dir: Path, untouched: dict, *, resumed_from: int | None, more=()) -> Finished:
-    """Started again, it ends as the run that nothing happened to."""
+def resumes(run_dir: Path, uninterrupted: dict, *, resumed_from: int | None, more=()) -> Finished:
+    """Restarts the run, which must end as the uninterrupted one."""
     job = run_job([*TRAIN, *flags(run_dir, *more)], ranks=2, timeout_s=90)
     assert job.code == 0, job.output
-    equals(run_dir, untouched, resumed_from)
+    equals(run_dir, uninterrupted, resumed_from)
     return job
 
 
-def equals(run_dir: Path, untouched: dict, resumed_from: int | None) -> None:
+def equals(run_dir: Path, uninterrupted: dict, resumed_from: int | None) -> None:
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["resumed_from"] == resumed_from
     for name in ("weights_sha256", "loss", "metrics", "eval", "steps", "samples"):
-        assert summary[name] == untouched[name], name
+        assert summary[name] == uninterrupted[name], name
     logged = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    told = [each["step"] for each in logged if each["event"] == "train"]
-    assert told == sorted(set(told)), "a step that was made again is told once"
+    steps = [each["step"] for each in logged if each["event"] == "train"]
+    assert steps == sorted(set(steps)), "a repeated step must be logged once"
 
 
 def steps_of_checkpoints(run_dir: Path) -> list[int]:
@@ -91,7 +93,7 @@ def steps_of_checkpoints(run_dir: Path) -> list[int]:
 
 
 def tracebacks(done: Finished, launcher: str) -> int:
-    """Of ranks; a launcher that is a Python program itself has its own, and tags those of ranks."""
+    """Counts the tracebacks of ranks. A launcher in Python prints its own, and tags those of ranks."""
     tag = "" if launcher == "mpirun" else r"\[.*\]<stderr>:"
     return len(re.findall(rf"^{tag}Traceback", done.output, re.MULTILINE))
 
@@ -100,27 +102,27 @@ def tracebacks(done: Finished, launcher: str) -> int:
     ("rank", "launcher"),
     [(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), (1, "horovodrun --gloo")],
 )
-def test_a_killed_rank(rank, launcher, untouched, tmp_path):
+def test_a_killed_rank(rank, launcher, uninterrupted, tmp_path):
     """Rows 1 and 2 of the list of faults."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGKILL", ranks=[rank], launcher=launcher)
     done = ended_in_time(job, mark)
     assert done.code not in (0, 64, 65, 70, 75, 78), done.output
-    line = done.only_line_told
-    assert re.search(rf"rank {rank} \(host .*\) is gone at step 4\d", line), line
+    line = done.only_message
+    assert re.search(rf"lost connection to rank {rank} \(host .*\) at step 4\d", line), line
     assert not tracebacks(done, launcher), done.output
     assert steps_of_checkpoints(run_dir) == [20, 40]
     if launcher == "mpirun":
-        goes_on(run_dir, untouched, resumed_from=40)
+        resumes(run_dir, uninterrupted, resumed_from=40)
 
 
-def test_killed_while_it_saves(untouched, tmp_path):
-    """Row 3, in a real job; tests/single/test_interrupted_save.py goes through all the points of a save."""
+def test_a_rank_killed_during_a_save(uninterrupted, tmp_path):
+    """Row 3, in a real job; tests/single/test_interrupted_save.py tests all points of a save."""
     run_dir = tmp_path / "run"
-    job, mark = start(run_dir, "die in a save", step=60)
+    job, mark = start(run_dir, "kill in a save", step=60)
     ended_in_time(job, mark)
     assert steps_of_checkpoints(run_dir) == [20, 40]
-    goes_on(run_dir, untouched, resumed_from=40)
+    resumes(run_dir, uninterrupted, resumed_from=40)
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 
@@ -138,107 +140,107 @@ def test_killed_while_it_saves(untouched, tmp_path):
         ("the launcher", "horovodrun --gloo", "SIGTERM"),
     ],
 )
-def test_asked_to_stop(to, launcher, number, untouched, tmp_path):
-    """Row 4: all stop at one step and save it; no step is lost."""
+def test_stop_signals(to, launcher, number, uninterrupted, tmp_path):
+    """Row 4: all ranks stop at one step and save it; no step is lost."""
     run_dir = tmp_path / "run"
     ranks = {"rank 0": [0], "rank 1": [1], "all ranks": [0, 1], "the launcher": [0]}[to]
     fault = number if to != "the launcher" else "SIGCONT"
     job, mark = start(run_dir, fault, ranks=ranks, launcher=launcher, step_s=0.02, more=["--checkpoint-every", "0"])
-    ports = struck(job, mark)
+    ports = wait_for_fault(job, mark)
     if to == "the launcher":
         job.signal(getattr(signal, number))
-    # horovodrun looks after five seconds whether the ranks it has sent a signal to are gone.
+    # horovodrun checks after five seconds whether the ranks that it has signalled have ended.
     done = ended_in_time(job, mark, within_s=ENDS_WITHIN_S + (5 if to == "the launcher" else 0), ports=ports)
     assert done.code != 0
     if to != "the launcher" and launcher != "horovodrun --gloo":
         assert done.code == 75, done.output
     (step,) = steps_of_checkpoints(run_dir)
     assert 47 <= step < 100
-    line = done.only_line_told
-    # mpirun makes SIGTERM of SIGINT; horovodrun is gone before it can pass on anything.
-    reason = {("mpirun", "SIGINT"): "SIGTERM on", ("horovodrun", "SIGTERM"): "the end of horovodrun, noticed by"}
+    line = done.only_message
+    # mpirun sends SIGTERM for SIGINT; horovodrun ends before it can forward anything.
+    reason = {("mpirun", "SIGINT"): "SIGTERM on", ("horovodrun", "SIGTERM"): "horovodrun ended, detected by"}
     expected = reason.get((launcher, number), f"{number} on") if to == "the launcher" else f"{number} on"
     assert f"stopped at step {step} of {STEPS} ({expected} rank " in line, line
     assert not tracebacks(done, launcher), done.output
     if launcher == "mpirun" and number != "SIGUSR1":
-        goes_on(run_dir, untouched, resumed_from=step)
+        resumes(run_dir, uninterrupted, resumed_from=step)
 
 
-def test_a_second_signal_ends_it_at_once(untouched, tmp_path):
-    """Row 5: while the save that the first one asked for is under way; the checkpoint before it stays whole."""
+def test_a_second_signal_ends_the_job_at_once(uninterrupted, tmp_path):
+    """Row 5: during the save that the first signal caused; the previous checkpoint stays intact."""
     run_dir = tmp_path / "run"
     run_job([*TRAIN, *flags(run_dir, "--steps", "20")], ranks=2, timeout_s=90)
-    job, mark = start(run_dir, "SIGTERM", sync_s=20)
-    ports = struck(job, mark)
+    job, mark = start(run_dir, "SIGTERM", sync_s=20, more=["--checkpoint-every", "0"])
+    ports = wait_for_fault(job, mark)
     time.sleep(1.5)
     mark.write_text(str(time.time()))
     os.kill(job.rank(1), signal.SIGTERM)
     done = ended_in_time(job, mark, ports=ports)
     assert done.code == 75, done.output
     assert steps_of_checkpoints(run_dir) == [20]
-    goes_on(run_dir, untouched, resumed_from=20)
+    resumes(run_dir, uninterrupted, resumed_from=20)
 
 
-def test_asked_to_stop_while_a_rank_waits_for_input(untouched, tmp_path):
-    """Row 4: the others are in the step that waits; it is ended and saved as soon as the input comes."""
+def test_a_stop_signal_while_a_rank_waits_for_input(uninterrupted, tmp_path):
+    """Row 4: the other ranks wait in that step; the job completes and saves it when the input arrives."""
     run_dir = tmp_path / "run"
     input_s = 3
     job, mark = start(run_dir, "slow input", input_s=input_s, more=["--checkpoint-every", "0"])
-    ports = struck(job, mark)
+    ports = wait_for_fault(job, mark)
     os.kill(job.rank(1), signal.SIGTERM)
     done = ended_in_time(job, mark, within_s=input_s + ENDS_WITHIN_S, ports=ports)
     assert done.code == 75, done.output
-    line = done.only_line_told
+    line = done.only_message
     assert f"stopped at step 48 of {STEPS} (SIGTERM on rank 1 " in line, line
     assert steps_of_checkpoints(run_dir) == [48]
-    goes_on(run_dir, untouched, resumed_from=48)
+    resumes(run_dir, uninterrupted, resumed_from=48)
 
 
 @pytest.mark.parametrize("rank", [LONG(0), 1])
-def test_a_silent_rank(rank, untouched, tmp_path):
-    """Row 6: stopped for longer than the timeout, it is named and the job ended."""
+def test_a_suspended_rank(rank, uninterrupted, tmp_path):
+    """Row 6: suspended for longer than the timeout, it is named and the job ends."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGSTOP", ranks=[rank], more=["--stall-timeout", str(STALL_S)])
     done = job.end(90)
     took_s = time.time() - float(mark.read_text())
     assert STALL_S <= took_s < STALL_S + ENDS_WITHIN_S, f"{took_s:.1f} s\n{done.output}"
     assert done.code == 1, done.output
-    line = done.only_line_told
-    assert re.search(rf"rank {rank} \(host .*\) has been silent for \d+ s", line), line
+    line = done.only_message
+    assert re.search(rf"no heartbeat from rank {rank} \(host .*\) for \d+ s", line), line
     assert not job.processes()
     if rank:
-        goes_on(run_dir, untouched, resumed_from=40)
+        resumes(run_dir, uninterrupted, resumed_from=40)
 
 
 def test_a_hanging_rank(tmp_path):
-    """It is alive, and gets nowhere: where it hangs is told."""
+    """It sends heartbeats but makes no progress: its stack is reported."""
     job, mark = start(tmp_path / "run", "hang", more=["--stall-timeout", str(STALL_S)])
     done = job.end(90)
     assert time.time() - float(mark.read_text()) < STALL_S + ENDS_WITHIN_S, done.output
     assert done.code == 1, done.output
-    assert f"hvdtrain: no rank has moved on for {STALL_S} s." in done.output
+    assert f"hvdtrain: no rank made progress for {STALL_S} s." in done.output
     assert re.search(r"rank 1 \(host .*\) at step 47 \(training\):", done.output), done.output
-    assert re.search(r"faulty.py:\d+, in strike", done.output), done.output
+    assert re.search(r"faulty.py:\d+, in inject", done.output), done.output
     assert not job.processes()
 
 
-def test_a_rank_that_is_stopped_for_a_moment(untouched, tmp_path):
-    """Row 7: it is waited for, and nothing changes."""
+def test_a_briefly_suspended_rank(uninterrupted, tmp_path):
+    """Row 7: the others wait for it, and the result is the same."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGSTOP", more=["--stall-timeout", "20"])
-    struck(job, mark)
+    wait_for_fault(job, mark)
     pid = job.rank(1)
     time.sleep(2.5)
     os.kill(pid, signal.SIGCONT)
     done = job.end(60)
     assert done.code == 0, done.output
-    assert not done.told, done.output
-    equals(run_dir, untouched, None)
+    assert not done.messages, done.output
+    equals(run_dir, uninterrupted, None)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 3 MB; a checkpoint of the task takes half of one."""
+    """A file system of 3 MB; a checkpoint of the task takes 0.5 MB."""
     place = tmp_path / "disk"
     place.mkdir()
     if os.geteuid() != 0:
@@ -250,72 +252,75 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_disk_that_is_full_for_a_while(small_disk, untouched):
-    """Row 10: training goes on, each failure is told, and the next checkpoint is written when there is room."""
+def test_a_temporarily_full_disk(small_disk, uninterrupted):
+    """Row 10: training continues, each failure is reported, and checkpoints are written again when space is free."""
     run_dir = small_disk / "run"
-    spec = {"ranks": [0], "step": 50, "filler": str(small_disk / "filler"), "mend_step": 95}
-    job, _ = start(run_dir, "fill", **spec, mark=str(small_disk.parent / "moment"))
+    spec = {"ranks": [0], "step": 50, "filler": str(small_disk / "filler"), "free_step": 95}
+    spec["checkpoint"] = str(run_dir / "checkpoints" / "step-00000040")
+    job, _ = start(run_dir, "fill", **spec, mark=str(small_disk.parent / "time of fault"))
     done = job.end(90)
     assert done.code == 0, done.output
-    told = [line for line in done.told if "a checkpoint could not be written" in line]
-    assert len(told) == 2, done.output  # at steps 60 and 80
-    assert "No space left" in told[0] or "RESOURCE_EXHAUSTED" in told[0] or "space" in told[0], told[0]
+    warnings = [line for line in done.messages if "could not write a checkpoint" in line]
+    assert len(warnings) == 2, done.output  # at steps 60 and 80
+    assert "No space left" in warnings[0] or "RESOURCE_EXHAUSTED" in warnings[0] or "space" in warnings[0], warnings[0]
     assert steps_of_checkpoints(run_dir) == [40, 100, STEPS]
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["weights_sha256"] == untouched["weights_sha256"]
+    assert summary["weights_sha256"] == uninterrupted["weights_sha256"]
 
 
-def test_a_disk_that_stays_full(small_disk, untouched, tmp_path):
-    """Row 10: after three failures in a row the job ends; the earlier checkpoints can be gone on from."""
+def test_a_permanently_full_disk(small_disk, uninterrupted, tmp_path):
+    """Row 10: after three consecutive failures the job ends; it can resume from earlier checkpoints."""
     run_dir = small_disk / "run"
     filler = small_disk / "filler"
-    job, _ = start(run_dir, "fill", ranks=[0], step=50, filler=str(filler), mark=str(tmp_path / "moment"))
+    spec = {"ranks": [0], "step": 50, "filler": str(filler), "checkpoint": str(run_dir / "checkpoints/step-00000040")}
+    job, _ = start(run_dir, "fill", **spec, mark=str(tmp_path / "time of fault"))
     done = job.end(90)
     assert done.code == 65, done.output
-    assert "3 failures in a row" in done.output
+    assert "3 consecutive failures" in done.output
     assert "Traceback" not in done.output, done.output
     assert steps_of_checkpoints(run_dir) == [20, 40]
     filler.unlink()
-    goes_on(run_dir, untouched, resumed_from=40)
+    resumes(run_dir, uninterrupted, resumed_from=40)
 
 
 @pytest.mark.long
-def test_a_disk_that_becomes_read_only(small_disk, untouched, tmp_path):
+def test_a_disk_that_becomes_read_only(small_disk, uninterrupted, tmp_path):
     run_dir = tmp_path / "run"
-    spec = {"ranks": [0], "step": 45, "place": str(run_dir / "checkpoints")}
+    checkpoints = run_dir / "checkpoints"
+    spec = {"ranks": [0], "step": 45, "place": str(checkpoints), "checkpoint": str(checkpoints / "step-00000040")}
     job, _ = start(run_dir, "read-only", **spec)
     done = job.end(90)
     subprocess.run(["umount", "-l", str(run_dir / "checkpoints")], check=True)
     assert done.code == 65, done.output
     assert "Read-only file system" in done.output
-    assert "3 failures in a row" in done.output
+    assert "3 consecutive failures" in done.output
     assert steps_of_checkpoints(run_dir) == [20, 40]
-    goes_on(run_dir, untouched, resumed_from=40)
-    # And one that is so from the start.
+    resumes(run_dir, uninterrupted, resumed_from=40)
+    # A file system that is read-only from the start.
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     job = run_job([*TRAIN, *flags(small_disk / "run")], ranks=2, timeout_s=60)
     assert job.code == 65, job.output
     assert "--run-dir must be a folder that can be written" in job.output
 
 
-def test_damaged_checkpoints(untouched, tmp_path):
-    """Row 11: the newest is named and the one before taken; where all are damaged, nothing is deleted."""
+def test_damaged_checkpoints(uninterrupted, tmp_path):
+    """Row 11: the newest is reported and the previous one restored; if all are damaged, nothing is deleted."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGKILL", step=67)
     ended_in_time(job, mark)
     assert steps_of_checkpoints(run_dir) == [20, 40, 60]
     flip(run_dir / "checkpoints" / "step-00000060" / "state.data-00000-of-00001")
-    done = goes_on(run_dir, untouched, resumed_from=40)
+    done = resumes(run_dir, uninterrupted, resumed_from=40)
     assert "step-00000060 is damaged: state.data-00000-of-00001 does not match" in done.output
     assert (run_dir / "checkpoints" / "step-00000060.aside1").is_dir()
     for checkpoint in (run_dir / "checkpoints").iterdir():
         flip(checkpoint / "manifest.json")
     before = everything_in(run_dir)
-    (run_dir / "summary.json").unlink()  # else there would be nothing left to do
+    (run_dir / "summary.json").unlink()  # otherwise the run is complete
     before.pop("summary.json")
     job = run_job([*TRAIN, *flags(run_dir)], ranks=2, timeout_s=60)
     assert job.code == 65, job.output
-    assert "there must be a whole checkpoint" in job.output
+    assert "there must be an intact checkpoint" in job.output
     assert everything_in(run_dir) == before
 
 
@@ -333,17 +338,17 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_places_that_cannot_be_used(tmp_path):
-    """Row 12, and what else can stand where checkpoints should go: nothing of it is touched."""
+def test_unsuitable_folders(tmp_path):
+    """Row 12, and other folders that cannot hold the checkpoints: they are left untouched."""
     run_dir = tmp_path / "run"
     job = run_job([*TRAIN, *flags(run_dir, "--steps", "5")], ranks=2, timeout_s=60)
     assert job.code == 0, job.output
     before, lines = {}, []
     cases = {
-        "complete": ([], 0, "holds this run, complete: 5 steps"),
+        "complete": ([], 0, f"run already complete: {tmp_path / 'complete'}, 5 steps"),
         "other options": (["--learning-rate", "0.5"], 65, "--learning-rate 0.002 before, 0.5 now"),
         "foreign": ([], 65, "which holds something else (thesis.txt)"),
-        "newer": (["--steps", "9"], 65, "must be of format 1 or earlier"),
+        "newer": (["--steps", "9"], 65, "must have format 1 or earlier"),
     }
     for name, (more, *_) in cases.items():
         place = tmp_path / name.replace(" ", "-")
@@ -357,7 +362,7 @@ def test_places_that_cannot_be_used(tmp_path):
             make_newer(checkpoints / "step-00000005")
         before[place] = everything_in(place)
         lines.append(flags(place, "--steps", "5", *more))
-    found = run_commands(lines, ranks=2, folder=tmp_path / "said", timeout_s=90)
+    found = run_commands(lines, ranks=2, folder=tmp_path / "output", timeout_s=90)
     for done, (name, (_, code, message)) in zip(found, cases.items(), strict=True):
         assert done.code == code, (name, done.output)
         assert message in done.output, (name, done.output)
@@ -382,16 +387,16 @@ def test_a_changed_weight(tmp_path):
     job, _ = start(tmp_path / "run", "weight", more=["--check-every", "10"])
     done = job.end(90)
     assert done.code == 70, done.output
-    line = done.only_line_told
+    line = done.only_message
     assert re.search(r"At step 50 variable .* of rank 1 differs", line), line
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_an_exception_in_one_rank(launcher, tmp_path):
-    """Row 18: its cause and traceback, nobody else's, in time."""
+    """Row 18: the job reports its cause and traceback, no other rank's, in time."""
     job, mark = start(tmp_path / "run", "exception", launcher=launcher)
     done = ended_in_time(job, mark)
     assert done.code == 1, done.output
-    line = done.only_line_told
+    line = done.only_message
     assert re.search(r"rank 1 \(host .*\) failed at step 47: ValueError: the step is cursed", line), line
     assert tracebacks(done, launcher) == 1, done.output

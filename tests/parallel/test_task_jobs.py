@@ -1,4 +1,4 @@
-"""The built-in tasks on files of their formats: trained, gone on with, evaluated, exported by the command line."""
+"""The built-in tasks on sample data of their formats: trained, resumed, evaluated and exported by the command line."""
 
 import json
 import subprocess
@@ -11,7 +11,9 @@ from launcher import run_commands
 
 from hvdtrain.tasks import sample_data
 
-# Options of the run, and the accuracy that it has to come to on the generated files.
+pytestmark = pytest.mark.slow
+
+# Options of the run, and the accuracy that it must reach on the sample data.
 TASKS = {
     "cifar10": (["--steps", "40", "--batch-size", "32", "--learning-rate", "0.05"], 0.95),
     "mnist": (["--steps", "60", "--batch-size", "32"], 0.9),
@@ -31,7 +33,7 @@ def summary(run_dir: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """A folder with a run of each task on 2 ranks, and with one that was stopped half-way and gone on with."""
+    """A folder with a run of each task on 2 ranks, and with one that ended half-way and was resumed."""
     folder = tmp_path_factory.mktemp("tasks")
     lines = []
     for task, (options, _) in TASKS.items():
@@ -41,12 +43,12 @@ def runs(tmp_path_factory) -> Path:
         lines.append([*line, folder / task])
         half = str(int(options[1]) // 2)
         lines += [[*line, folder / f"{task}-halves", "--steps", half], [*line, folder / f"{task}-halves"]]
-    run_all(lines, folder / "said", ranks=2, timeout_s=420)
+    run_all(lines, folder / "output", ranks=2, timeout_s=420)
     return folder
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_task_learns_and_goes_on_to_the_bit(task, runs):
+def test_a_task_learns_and_resumes_bit_identically(task, runs):
     whole, halves = summary(runs / task), summary(runs / f"{task}-halves")
     assert whole["eval"]["accuracy"] >= TASKS[task][1]
     assert whole["ranks"] == 2
@@ -60,16 +62,16 @@ def test_evaluation_is_the_same_on_any_number_of_ranks(runs, tmp_path):
     for ranks in (1, 2, 4):
         run_all(lines, tmp_path / f"on-{ranks}", ranks=ranks, timeout_s=240)
     for task in TASKS:
-        told = [json.loads(line) for line in (runs / task / "evaluations.jsonl").read_text().splitlines()]
-        assert len(told) == 3
+        evaluations = [json.loads(line) for line in (runs / task / "evaluations.jsonl").read_text().splitlines()]
+        assert len(evaluations) == 3
         expected = summary(runs / task)["eval"]
-        for each in told:
+        for each in evaluations:
             assert each["step"] == summary(runs / task)["steps"]
             assert each["accuracy"] == expected["accuracy"]
             assert each["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_all_that_tabular_learns_is_seen_in_tensorboard(runs):
+def test_tensorboard_shows_all_variables_of_tabular(runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(runs / "tabular" / "tensorboard" / "train"), size_guidance={"tensors": 0}).Reload()
@@ -83,7 +85,7 @@ def test_all_that_tabular_learns_is_seen_in_tensorboard(runs):
     assert histograms | {"loss", "accuracy"} <= set(tags["tensors"]), tags
     for name in histograms:
         assert [event.step for event in events.Tensors(name)] == [100, 200], name
-    # Keras numbers the layers of a process.
+    # Without the numbers that Keras appends to the names of layers.
     layers = {node.name.split("/")[1].partition("_")[0] for node in events.Graph().node if "/" in node.name}
     assert layers == {"hidden", "logit"}
 
@@ -109,7 +111,7 @@ for path, inputs, outputs in zip(files[::3], files[1::3], files[2::3]):
 """
 
 
-def test_exported_models_open_without_us_and_say_the_same(runs, tmp_path):
+def test_exported_models_load_without_hvdtrain_and_predict_the_same(runs, tmp_path):
     import keras
 
     suffixes = {"keras": ".keras", "saved_model": "", "onnx": ".onnx"}
@@ -118,7 +120,7 @@ def test_exported_models_open_without_us_and_say_the_same(runs, tmp_path):
         for kind, suffix in suffixes.items()
         for task in TASKS
     ]
-    run_all(lines, tmp_path / "said", ranks=2, timeout_s=400)
+    run_all(lines, tmp_path / "output", ranks=2, timeout_s=400)
     rng = np.random.default_rng(0)
     expected = {}
     for task in TASKS:

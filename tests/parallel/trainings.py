@@ -1,4 +1,4 @@
-"""Small trainings that the cases share: by the trainer on all ranks, and by plain Keras on the whole batch."""
+"""Small training runs that the cases share: by the trainer on all ranks, and by plain Keras on the whole batch."""
 
 import contextlib
 
@@ -8,17 +8,19 @@ import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, loss, samples, values
 from one_process import train_alone
+from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain import runtime
 from hvdtrain.data import Arrays
+from hvdtrain.distributed import runtime
+from hvdtrain.loggers.reporter import Reporter
 
 TOPOLOGY = hvdtrain.init(seed=0, deterministic=True)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 GLOBAL_BATCH = 32
 STEPS = 24
-# 245 = 7 * 32 + 21: the last step of an epoch divides by no number of ranks.
+# 245 = 7 * 32 + 21: the samples of the last step of an epoch cannot be divided equally among ranks.
 X, Y = samples(245, seed=1)
 
 
@@ -26,6 +28,21 @@ def assert_equal_replicas(model: keras.Model) -> None:
     mine = values(model.weights) + values(model.optimizer.variables)
     for theirs in COLLECTIVES.allgather(mine):
         assert all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def equal_on_all_ranks(arrays) -> bool:
+    all_ranks = COLLECTIVES.allgather(arrays)
+    return all(np.array_equal(a, b) for other in all_ranks for a, b in zip(arrays, other, strict=True))
+
+
+class Warnings(Reporter):
+    """Collects what is reported as a warning."""
+
+    def __init__(self):
+        self.received: list[tuple[int, str]] = []
+
+    def warned(self, step, text):
+        self.received.append((step, text))
 
 
 def tanh_model() -> keras.Model:
@@ -36,7 +53,7 @@ def batchnorm_model() -> keras.Model:
     return keras.Sequential(
         [
             layers.Input((6,)),
-            layers.Dense(16, use_bias=False),  # a bias would be taken off again: its gradient is rounding alone
+            layers.Dense(16, use_bias=False),  # a bias would have no effect: its gradient would be rounding errors
             layers.BatchNormalization(momentum=0.9),
             layers.Activation("tanh"),
             layers.Dense(NUM_CLASSES),
@@ -58,11 +75,11 @@ def compiled(make_model, optimizer, seed: int = 100) -> keras.Model:
 
 
 def trained(make_model, optimizer, source=None, **options) -> tuple[keras.Model, dict]:
-    # Other initial weights on each rank: the broadcast mends them.
+    # Different initial weights on each rank: the broadcast makes them equal.
     model = compiled(make_model, optimizer, seed=100 + RANK)
-    accumulate = options.get("accumulate", 1)
-    arguments = {"batch_size": GLOBAL_BATCH // SIZE // accumulate, "steps": STEPS, "seed": 5, **options}
-    return model, hvdtrain.Trainer(model, source or Arrays(X, Y), **arguments).fit()
+    accumulation = options.get("gradient_accumulation_steps", 1)
+    arguments = {"batch_size": GLOBAL_BATCH // SIZE // accumulation, "steps": STEPS, "seed": 5, **options}
+    return model, make_trainer(model, source or Arrays(X, Y), **arguments).fit()
 
 
 def alone(make_model, optimizer, *, shuffle: bool = True) -> keras.Model:
@@ -83,7 +100,7 @@ def dtype_policy(name: str):
 
 
 def write_records(folder) -> list[str]:
-    """The samples in three files of unequal length, one of them compressed; written by rank 0 for all."""
+    """The samples in three files of different lengths, one of them compressed; rank 0 writes them for all."""
     paths = [str(folder / f"part-{i}.tfrecord{'.gz' if i == 1 else ''}") for i in range(3)]
     if RANK == 0:
         for i, (first, last) in enumerate(((0, 100), (100, 107), (107, len(X)))):

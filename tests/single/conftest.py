@@ -1,12 +1,19 @@
-"""What several files of tests start."""
+"""Fixtures shared by several test files."""
+
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import restarted_jobs
 from made_up_jobs import Job
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts jobs, of which nothing is left afterwards."""
+    """Starts jobs and kills their processes after the test."""
     jobs = []
 
     def start(scenario: str, size: int = 2, *, stall_timeout_s: float = 0.0) -> Job:
@@ -20,3 +27,28 @@ def start(tmp_path):
         for rank in job.ranks:
             rank.kill()
             rank.communicate()
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job under launch/run --restarts, whose processes are killed after the test."""
+    job = restarted_jobs.Job(tmp_path)
+    yield job
+    for process in job.processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="session")
+def two_checkpoints(tmp_path_factory):
+    """A folder with checkpoints of steps 1 and 2, and the values of the model at each."""
+    from small_checkpoints import X, Y, all_values, checkpointer, make  # TensorFlow, which few tests need
+
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    model, values = make(), {}
+    saver = checkpointer(folder, model)
+    for step in (1, 2):
+        model.train_on_batch(X, Y)
+        values[step] = all_values(model)
+        saver.save(step, state={"best": 0.25}, wait=True)
+    return folder, values

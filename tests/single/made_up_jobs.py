@@ -1,19 +1,28 @@
-"""Jobs of a few ranks without Horovod: as processes, which signals can strike, and as threads of one process."""
+"""Jobs of a few ranks without Horovod: as processes, which can receive signals, and as threads of one process."""
 
 import dataclasses
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 RANK = Path(__file__).with_name("watched_rank.py")
 
 
+def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Waits for a condition that another thread or process fulfils."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition was not fulfilled in time"
+        time.sleep(0.001)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank that has ended."""
+    """The exit code and output of a rank that has ended."""
 
     code: int
     output: str
@@ -21,7 +30,7 @@ class Ended:
 
 
 class Job:
-    """The processes of a made-up job."""
+    """A job whose ranks are processes that run a scenario of watched_rank.py."""
 
     def __init__(self, scenario: str, size: int, folder: Path, stall_timeout_s: float):
         self.folder = folder
@@ -36,12 +45,12 @@ class Job:
         ]
 
     def wait_for(self, text: str, *ranks: int) -> list[str]:
-        """The first line of each of the ranks (default: of all) that has this text."""
+        """Returns the first line with this text of each of the ranks (default: all)."""
         outputs = [self.ranks[rank].stdout for rank in ranks or range(len(self.ranks))]
         return [next(line for line in output if text in line) for output in outputs if output is not None]
 
     def ended(self, within_s: float, *ranks: int) -> list[Ended]:
-        """The ranks (default: all), which must be gone within this time."""
+        """Returns the results of the ranks (default: all), which must end within this time."""
         until = time.monotonic() + within_s
         found = []
         for rank in ranks or range(len(self.ranks)):
@@ -52,7 +61,7 @@ class Job:
 
 
 class ThreadCollectives:
-    """Gathers among threads."""
+    """Collectives between threads."""
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier):
         self.rank = rank
@@ -70,15 +79,18 @@ class ThreadCollectives:
     def sum(self, arrays: list[Any]) -> list[Any]:
         return [sum(each) for each in zip(*self.allgather(arrays), strict=True)]
 
+    def alltoall(self, pieces: list[Any]) -> list[Any]:
+        return [each[self.rank] for each in self.allgather(list(pieces))]
+
     def barrier(self) -> None:
         self._barrier.wait(20)
 
 
 def on_threads(size: int, run: Any, make: Any = ThreadCollectives) -> list[Any]:
-    """What a function gives back for the collectives of each rank; an error is given back too."""
+    """Runs a function on one thread per rank; returns each rank's result or error."""
     shared: list[Any] = [None] * size
     barrier = threading.Barrier(size)
-    results: list[Any] = ["hangs"] * size
+    results: list[Any] = ["did not end"] * size
 
     def run_rank(rank: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What bench tells of its measurements; tests/parallel/test_jobs.py lets it measure."""
+"""The statistics and report of bench; tests/parallel/test_jobs.py runs measurements."""
 
 import json
 import subprocess
@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from hvdtrain import cli, config
-from hvdtrain.bench import measurements, report
-from hvdtrain.bench.cases import ALONE, APART, LOCAL, SYNC, Block
+from hvdtrain.commands import cli
+from hvdtrain.commands.bench import measurements, report
+from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC, Block
+from hvdtrain.commands.bench.config import BenchConfig
+from hvdtrain.config.fields import as_dict
 from hvdtrain.errors import UsageError
 
 # Two ranks, of which the second is slower and has smaller batches; four measurements of ten steps each.
@@ -19,37 +21,37 @@ MEASURED = {
 }
 
 
-def test_the_slowest_rank_decides_and_examples_are_those_of_all():
+def test_step_time_is_that_of_the_slowest_rank_and_examples_are_summed():
     assert measurements.seconds_per_step(MEASURED, SYNC) == pytest.approx([0.2, 0.22, 0.2, 0.22])
-    told = measurements.describe(MEASURED, SYNC, calls_ms=[float(i) for i in range(101)])
-    assert told["ranks"] == 2
-    assert told["step_ms"] == pytest.approx(210)
-    assert told["step_ms_range"] == pytest.approx([200, 220])
-    assert (told["step_ms_p50"], told["step_ms_p95"]) == (50, 95)
-    # 320 samples a second and 160 in 2.0 or 2.2 seconds.
-    assert told["examples_per_second"] == pytest.approx(320 + (80 + 160 / 2.2) / 2)
-    assert told["cpu_seconds_per_step"] == pytest.approx(0.2)
+    case = measurements.describe(MEASURED, SYNC, calls_ms=[float(i) for i in range(101)])
+    assert case["ranks"] == 2
+    assert case["step_ms"] == pytest.approx(210)
+    assert case["step_ms_range"] == pytest.approx([200, 220])
+    assert (case["step_ms_p50"], case["step_ms_p95"]) == (50, 95)
+    # 320 samples per second, and 160 in 2.0 or 2.2 seconds.
+    assert case["examples_per_second"] == pytest.approx(320 + (80 + 160 / 2.2) / 2)
+    assert case["cpu_seconds_per_step"] == pytest.approx(0.2)
     assert measurements.describe(MEASURED, ALONE, [1.0])["ranks"] == 1
 
 
-def test_ratios_are_of_neighbours():
+def test_ratios_are_paired():
     assert measurements.ratio(MEASURED, SYNC, ALONE) == pytest.approx({"median": 2.1, "min": 2.0, "max": 2.2})
 
 
-def test_nothing_is_reported_of_an_unsteady_machine():
+def test_unsteady_measurements_are_rejected():
     assert measurements.spread([2.0, 2.2, 2.0, 2.2]) == pytest.approx(0.1)
-    assert measurements.spread([1.0, 1.0, 9.0, 1.0, 1.0]) == 0, "one outlier is none"
+    assert measurements.spread([1.0, 1.0, 9.0, 1.0, 1.0]) == 0, "a single outlier does not count"
     measurements.require_steady(MEASURED, 0.11)
-    told = (
-        r"two measurements of 'sync' must differ by at most 9%\. Received: 200\.000 and 220\.000 ms a step, 10% apart"
+    message = (
+        r"two measurements of 'sync' must differ by at most 9%\. Received: 200\.000 and 220\.000 ms per step, 10% apart"
     )
-    with pytest.raises(measurements.UnsteadyError, match=told) as caught:
+    with pytest.raises(measurements.UnsteadyError, match=message) as caught:
         measurements.require_steady(MEASURED, 0.09)
     assert caught.value.exit_code == 1
 
 
 def found(ranks: int) -> dict:
-    names = (ALONE, APART, SYNC, LOCAL) if ranks > 1 else (ALONE,)
+    names = (ALONE, INDEPENDENT, SYNC, LOCAL) if ranks > 1 else (ALONE,)
     case = measurements.describe(MEASURED, ALONE, [1.0])
     made = {
         **{"task": "digits", "ranks": ranks, "hosts": 1, "scaling_efficiency": 0.9},
@@ -65,20 +67,20 @@ def found(ranks: int) -> dict:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_report(ranks, tmp_path):
+def test_report(ranks, tmp_path):
     text = report.table(found(ranks))
     assert "one rank alone" in text
     assert "of a sync step: input 1.0%, compute 90.0%, communication 9.0%" in text or ranks == 1
     if ranks > 1:
         assert "sync over no communication: 1.020 (1.000 to 1.100)" in text
         assert "allreduce of 4 bytes: 1.000 ms, each rank sends 0 Mbit/s" in text
-        assert "allreduce of 4 bytes: 1.000 ms, 2.00 of a bare MPI_Allreduce" in text
+        assert "allreduce of 4 bytes: 1.000 ms, 2.00x a bare MPI_Allreduce" in text
         assert "one connection to b: 940 Mbit/s\none connection to c: cannot be reached over TCP" in text
     assert report.draw(found(ranks), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_there_is_no_figure(monkeypatch, tmp_path):
+def test_no_figure_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert not report.draw(found(2), tmp_path / "bench.png")
     assert not list(tmp_path.iterdir())
@@ -89,20 +91,22 @@ def test_without_matplotlib_there_is_no_figure(monkeypatch, tmp_path):
     [
         (["--blocks", "3"], "--blocks must be at least 4. Received: 3"),
         (["--max-spread", "0"], "--max-spread must be a finite number above 0. Received: 0.0"),
-        (["--checkpoint-every", "3"], "unrecognized arguments: --checkpoint-every 3"),
+        (["--wait-free"], "bench measures rounds of equal length"),
+        (["--checkpoint-every", "3"], "Unknown option: --checkpoint-every"),
     ],
 )
-def test_wrong_options_are_refused(arguments, message):
+def test_invalid_options_are_rejected(arguments, message):
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         cli.parse("bench", arguments)
 
 
-def test_options_of_training_that_decide_about_a_step():
-    parsed = cli.parse("bench", ["--task", "mnist", "--batch-size", "8", "--average-every", "4", "--blocks", "6"])
-    assert isinstance(parsed, config.BenchConfig)
-    assert (parsed.task, parsed.batch_size, parsed.average_every, parsed.blocks) == ("mnist", 8, 4, 6)
-    assert parsed.given == {"task", "batch_size", "average_every", "blocks"}
-    assert "steps" not in parsed.as_dict()
+def test_training_options_that_affect_a_step():
+    parsed = cli.parse("bench", ["--task", "mnist", "--batch-size", "8", "--sync-every", "4", "--blocks", "6"])
+    assert isinstance(parsed, BenchConfig)
+    found = as_dict(parsed)
+    assert [found[name] for name in ("task", "batch_size", "sync_every", "blocks")] == ["mnist", 8, 4, 6]
+    assert parsed.explicitly_set == {"task", "batch_size", "sync_every", "blocks"}
+    assert "steps" not in found
 
 
 DEEP_TASK = """
@@ -113,13 +117,13 @@ def model(data):
     return keras.Sequential([keras.layers.Input((800,)), *(keras.layers.Dense(800) for _ in range(4))])
 
 def data(folder):
-    return hvdtrain.tasks.Data(hvdtrain.data.Arrays(np.zeros((512, 800), "f"), np.zeros((512, 800), "f")))
+    return hvdtrain.data.Data(hvdtrain.data.Arrays(np.zeros((512, 800), "f"), np.zeros((512, 800), "f")))
 
 TASK = hvdtrain.Task(model=model, data=data, loss="mse", optimizer="sgd", defaults={"batch_size": 256})
 """
 
 
-def test_one_process(tmp_path):
+def test_bench_of_one_process(tmp_path):
     (tmp_path / "deep.py").write_text(DEEP_TASK)
     line = ["bench", "--task", str(tmp_path / "deep.py:TASK"), "--output", str(tmp_path), "--predict", "1"]
     line += ["--blocks", "4", "--block-seconds", "0.1", "--max-spread", "100"]
@@ -131,6 +135,8 @@ def test_one_process(tmp_path):
     assert "network" not in found
     sizes, ready = zip(*found["prediction"]["messages"], strict=True)
     assert sum(sizes) == 4 * found["parameters"]
-    # The backward pass comes to the last layer first.
-    kernels = ready[1:]  # after the message of all biases
-    assert 0 < kernels[0] < kernels[1] < kernels[2] < kernels[3] <= 1
+    # The backward pass starts with the last layer.
+    kernels = ready[1:]  # after the bucket of all biases
+    # Neighbours may change places on a busy machine.
+    assert 0 < kernels[0] < kernels[2] <= 1
+    assert 0 < kernels[1] < kernels[3] <= 1

@@ -1,16 +1,21 @@
 """What a configuration and a task come to: defaults, the optimizer, the learning rate."""
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain import building, config
-from hvdtrain.data import Arrays
+from hvdtrain.commands import building, cli
+from hvdtrain.config.fields import as_dict
+from hvdtrain.data import Arrays, Data
+from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.tasks import Data, Task, load_task
-from hvdtrain.weight_average import ramp_up
+from hvdtrain.optim.distributed_optimizer import set_ema_ramp
+from hvdtrain.tasks import Task, load_task
+from hvdtrain.training.step_runner import sample_plan
 
 hvdtrain.init()
 X = np.zeros((100, 3), np.float32)
@@ -24,75 +29,90 @@ def task(**fields) -> Task:
     return Task(**{"model": model, "data": lambda folder: DATA, "loss": "mse", **fields})
 
 
-def filled(flags, **fields):
-    return building.with_task_defaults(config.build(flags, None), task(**fields))
+def asked(*flags):
+    return cli.parse(None, flags)
 
 
-def test_the_task_fills_in_what_was_not_said():
+def filled(*flags, **fields):
+    """The options, by their flat names, with the task's defaults."""
+    return SimpleNamespace(**as_dict(building.with_task_defaults(asked(*flags), task(**fields))))
+
+
+def test_the_task_sets_what_was_not_set():
     defaults = {"batch_size": 8, "epochs": 3, "log_every": 100, "ema": 0.9, "ema_ramp": True}
-    asked = filled({"batch_size": "4"}, defaults=defaults)
-    assert (asked.batch_size, asked.epochs, asked.log_every, asked.ema, asked.ema_ramp) == (4, 3, 100, 0.9, True)
-    assert (asked.optimizer, asked.learning_rate) == ("adam", pytest.approx(1e-3))
+    found = filled("--batch-size", "4", defaults=defaults)
+    assert (found.batch_size, found.epochs, found.log_every, found.ema, found.ema_ramp) == (4, 3, 100, 0.9, True)
+    assert (found.optimizer, found.learning_rate) == ("adam", pytest.approx(1e-3))
 
 
-def test_what_was_said_wins_also_where_it_is_the_options_own_default():
-    assert filled({"log_every": "10"}, defaults={"log_every": 100}).log_every == 10
+def test_what_was_set_wins_even_if_it_is_the_default():
+    assert filled("--log-every", "10", defaults={"log_every": 100}).log_every == 10
+
+
+def test_bench_takes_the_defaults_that_it_has():
+    config = cli.parse("bench", [])
+    filled_in = building.with_task_defaults(config, task(defaults={"batch_size": 8, "epochs": 3}))
+    assert filled_in.training.batch_size == 8
 
 
 def test_steps_and_epochs_exclude_each_other():
-    assert (filled({"steps": "7"}, defaults={"epochs": 3}).epochs, filled({}, defaults={"steps": 3}).epochs) == (
-        None,
-        None,
-    )
-    assert (filled({"epochs": "7"}, defaults={"steps": 3}).steps, filled({}).epochs) == (None, 1)
-    decay = filled({"lr_decay_steps": "5"}, defaults={"lr_decay_epochs": 350})
+    assert filled("--steps", "7", defaults={"epochs": 3}).epochs is None
+    assert filled(defaults={"steps": 3}).epochs is None
+    assert (filled("--epochs", "7", defaults={"steps": 3}).steps, filled().epochs) == (None, 1)
+    decay = filled("--lr-decay-steps", "5", defaults={"lr_decay_epochs": 350})
     assert (decay.lr_decay_steps, decay.lr_decay_epochs) == (5, None)
 
 
 @pytest.mark.parametrize(
     ("defaults", "message"),
-    [({"batch": 3}, "unknown key 'batch'"), ({"batch_size": 0}, "--batch-size must be at least 1")],
+    [
+        ({"batch": 3}, "must be options of train. Received: 'batch'"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+    ],
 )
 def test_wrong_defaults_are_refused(defaults, message):
     with pytest.raises(UsageError, match=message):
-        filled({}, defaults=defaults)
+        filled(defaults=defaults)
 
 
 def test_an_optimizer_of_the_tasks_own_is_changed_by_flags():
     own = {"optimizer": lambda: keras.optimizers.Adam(0.25, beta_2=0.5)}
-    asked = filled({"clip_norm": "2", "ema": "0.5"}, **own)
-    optimizer = building.make_optimizer(asked, task(**own), building.peak_learning_rate(asked))
+    config = building.with_task_defaults(asked("--clip-norm", "2", "--ema", "0.5"), task(**own))
+    optimizer = building.make_optimizer(config, task(**own), building.peak_learning_rate(config, 1))
     assert isinstance(optimizer, keras.optimizers.Adam)
     assert (float(optimizer.learning_rate), optimizer.beta_2, optimizer.global_clipnorm) == (0.25, 0.5, 2.0)
     assert (optimizer.use_ema, optimizer.ema_momentum) == (True, 0.5)
-    assert float(filled({"learning_rate": "0.5"}, **own).learning_rate) == 0.5
-    other = building.make_optimizer(filled({"optimizer": "sgd"}, **own), task(**own), 0.1)
+    assert float(filled("--learning-rate", "0.5", **own).learning_rate) == 0.5
+    other = building.make_optimizer(
+        building.with_task_defaults(asked("--optimizer", "sgd"), task(**own)), task(**own), 0.1
+    )
     assert isinstance(other, keras.optimizers.SGD)
 
 
 def test_an_optimizer_of_the_tasks_own_has_a_number_for_its_learning_rate():
     schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
     with pytest.raises(UsageError, match=r"a number for its learning rate.*Received: ExponentialDecay"):
-        filled({}, optimizer=lambda: keras.optimizers.SGD(schedule))
+        filled(optimizer=lambda: keras.optimizers.SGD(schedule))
 
 
 def test_cifar10_decays_every_350_epochs():
     cifar10 = load_task("cifar10")
-    asked = building.with_task_defaults(config.build({"batch_size": "10"}, None), cifar10)
-    rate = building._learning_rate(asked, DATA)
+    config = building.with_task_defaults(asked("--batch-size", "10"), cifar10)
+    rate = building._learning_rate(config, sample_plan(DATA.training, config.training, SingleProcessCollectives()))
     steps = 350 * 10
     assert [float(rate(step)) for step in (0, steps - 1, steps, 2 * steps)] == pytest.approx([0.1, 0.1, 0.01, 0.001])
-    assert (asked.ema, asked.checkpoint_every, asked.log_every, asked.steps) == (0.9999, 1000, 10, 100_000)
+    found = as_dict(config)
+    assert [found[name] for name in ("ema", "checkpoint_every", "log_every", "steps")] == [0.9999, 1000, 10, 100_000]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_momentum_of_the_average_rises(accumulate):
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_momentum_of_the_average_rises(accumulation):
     model = task().model(DATA)
     optimizer = keras.optimizers.SGD(
-        0.1, use_ema=True, ema_momentum=0.3, gradient_accumulation_steps=accumulate if accumulate > 1 else None
+        0.1, use_ema=True, ema_momentum=0.3, gradient_accumulation_steps=accumulation if accumulation > 1 else None
     )
     hvdtrain.DistributedOptimizer(optimizer)
-    ramp_up(optimizer)
+    set_ema_ramp(optimizer)
     optimizer.build(model.trainable_variables)
 
     @tf.function
@@ -101,7 +121,7 @@ def test_the_momentum_of_the_average_rises(accumulate):
 
     expected = None
     for update in range(12):
-        for _ in range(accumulate):
+        for _ in range(accumulation):
             step()
         weights = model.trainable_variables[0].numpy()
         momentum = min(0.3, (1 + update) / (10 + update)) if update else 0.0

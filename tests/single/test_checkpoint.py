@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: whole or named as damaged, never deleted unasked, exact in what they hold."""
+"""Checkpoints on one rank: complete or absent, bit-identical when restored."""
 
 import json
 import os
@@ -13,63 +13,23 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from small_checkpoints import X, Y, all_values, checkpointer, contents, make, names_in, same
 
-from hvdtrain.checkpoint import Checkpointer, folders, random_state, tree
-from hvdtrain.collectives import OneProcess
-from hvdtrain.errors import UsageError
-from hvdtrain.failure import JobError
-
-RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(16, 3)).astype(np.float32), RNG.normal(size=(16, 2)).astype(np.float32)
-
-
-def make(units: int = 4, optimizer=None) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential(
-        [layers.Input((3,)), layers.Dense(units), layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(2)]
-    )
-    model.compile(optimizer=optimizer or keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"], run_eagerly=True)
-    model.train_on_batch(X, Y)
-    return model
+from hvdtrain.checkpoint import plain_values, random_state, storage
+from hvdtrain.checkpoint.checkpointer import Checkpointer
+from hvdtrain.checkpoint.draft import Draft
+from hvdtrain.errors import JobError, UsageError
+from hvdtrain.system import atomic_files
 
 
-def checkpointer(folder: Path, model=None, **options) -> Checkpointer:
-    return Checkpointer(folder, model or make(), collectives=OneProcess(), **options)
-
-
-def all_values(model) -> list[np.ndarray]:
-    return [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
-
-
-def same(one, other) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def two_checkpoints(tmp_path_factory):
-    """At steps 1 and 2, and the values of the model at each."""
-    folder = tmp_path_factory.mktemp("two") / "checkpoints"
-    model, values = make(), {}
-    saver = checkpointer(folder, model)
-    for step in (1, 2):
-        model.train_on_batch(X, Y)
-        values[step] = all_values(model)
-        saver.save(step, state={"best": 0.25}, wait=True)
-    return folder, values
-
-
-def test_what_is_saved_is_what_the_variables_were_when_it_was_asked_for(tmp_path, monkeypatch):
-    """Training goes on while the thread writes: what it writes must not follow."""
+def test_a_save_captures_the_values_at_its_call(tmp_path, monkeypatch):
+    """Training continues while the thread writes: the written values must not change."""
     import threading
 
     model = make()
     saver = checkpointer(tmp_path, model)
-    before, may_write, write = all_values(model), threading.Event(), folders.write
-    monkeypatch.setattr(folders, "write", lambda *arguments: (may_write.wait(), write(*arguments)))
+    before, may_write, commit = all_values(model), threading.Event(), Draft.commit
+    monkeypatch.setattr(Draft, "commit", lambda *arguments: (may_write.wait(), commit(*arguments)))
     saver.save(1)
     for _ in range(3):
         model.train_on_batch(X, Y)
@@ -80,7 +40,7 @@ def test_what_is_saved_is_what_the_variables_were_when_it_was_asked_for(tmp_path
     assert same(before, all_values(model))
 
 
-def test_tensorflow_and_sha256sum_read_it(two_checkpoints):
+def test_tensorflow_and_sha256sum_can_read_it(two_checkpoints):
     folder, values = two_checkpoints
     manifest = json.loads((folder / "step-00000002" / "manifest.json").read_text())
     kernel = manifest["variables"][0][0]
@@ -90,52 +50,7 @@ def test_tensorflow_and_sha256sum_read_it(two_checkpoints):
     assert done.returncode == 0, done.stderr
 
 
-def files_of_a_checkpoint() -> list[str]:
-    return ["SHA256SUMS", "manifest.json", "state.data-00000-of-00001", "state.index"]
-
-
-@pytest.mark.parametrize("kind", ["first bit", "middle bit", "last bit", "truncated", "empty", "missing"])
-@pytest.mark.parametrize("name", files_of_a_checkpoint())
-def test_a_damaged_file_is_named_and_the_one_before_taken(name, kind, two_checkpoints, tmp_path, capfd):
-    original, values = two_checkpoints
-    folder = tmp_path / "checkpoints"
-    shutil.copytree(original, folder)
-    assert sorted(path.name for path in (folder / "step-00000002").iterdir()) == files_of_a_checkpoint()
-    path = folder / "step-00000002" / name
-    content = bytearray(path.read_bytes())
-    if kind.endswith("bit"):
-        content[{"first": 0, "middle": len(content) // 2, "last": -1}[kind.split()[0]]] ^= 1
-    path.write_bytes(content[:-1] if kind == "truncated" else b"" if kind == "empty" else content)
-    if kind == "missing":
-        path.unlink()
-    model = make()
-    restored = checkpointer(folder, model).restore("must")
-    assert restored.step == 1
-    assert same(all_values(model), values[1])
-    told = capfd.readouterr().err
-    assert "step-00000002 is damaged: " in told
-    assert name in told
-    assert (folder / "step-00000002.aside1").is_dir()
-    # The whole one of another step stays when the run comes to step 2 again.
-    saver = checkpointer(folder, model, keep=1)
-    saver.save(2, wait=True)
-    assert [each.name for each in folders.checkpoints_in(folder)] == ["step-00000002"]
-
-
-def test_all_damaged(two_checkpoints, tmp_path):
-    original, _ = two_checkpoints
-    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
-    for folder in folders.checkpoints_in(tmp_path):
-        (folder / "manifest.json").write_text("{}")
-    before = contents(tmp_path)
-    for resume in ("auto", "must"):
-        with pytest.raises(JobError, match=r"there must be a whole checkpoint.*2, all damaged") as caught:
-            checkpointer(tmp_path).restore(resume)
-        assert caught.value.exit_code == 65
-    assert contents(tmp_path) == before
-
-
-def test_a_look_at_a_checkpoint_changes_nothing(two_checkpoints, tmp_path, capfd):
+def test_loading_a_checkpoint_changes_nothing_else(two_checkpoints, tmp_path, capfd):
     original, values = two_checkpoints
     shutil.copytree(original, tmp_path, dirs_exist_ok=True)
     before = contents(tmp_path)
@@ -159,30 +74,30 @@ def test_a_look_at_a_checkpoint_changes_nothing(two_checkpoints, tmp_path, capfd
         reader.load(tmp_path / "nothing")
 
 
-def test_what_resume_means(two_checkpoints, tmp_path):
+def test_values_of_resume(two_checkpoints, tmp_path):
     original, values = two_checkpoints
     folder = tmp_path / "checkpoints"
     assert checkpointer(folder).restore("auto") is None
     assert checkpointer(folder).restore("never") is None
-    with pytest.raises(JobError, match="must needs a checkpoint"):
+    with pytest.raises(JobError, match="must requires a checkpoint"):
         checkpointer(folder).restore("must")
     shutil.copytree(original, folder)
-    with pytest.raises(JobError, match="never needs a place without checkpoints"):
+    with pytest.raises(JobError, match="never requires a folder without checkpoints"):
         checkpointer(folder).restore("never")
     model = make()
     assert checkpointer(folder, model).restore("auto").state == {"best": 0.25}
     assert same(all_values(model), values[2])
-    # By name, from another folder, and as a run's folder.
+    # By path, from another folder, and from a run's folder.
     for path, step in ((original / "step-00000001", 1), (original, 2), (original.parent, 2)):
         assert checkpointer(tmp_path / "new", model).restore(path).step == step
         assert same(all_values(model), values[step])
-    with pytest.raises(JobError, match="needs a place of its own"):
+    with pytest.raises(JobError, match="requires its own folder"):
         checkpointer(folder).restore(original)
-    with pytest.raises(JobError, match="there is no checkpoint"):
+    with pytest.raises(JobError, match="which holds no checkpoint"):
         checkpointer(folder).restore(tmp_path / "nowhere")
 
 
-def test_later_ones_are_set_aside_again_and_again(two_checkpoints, tmp_path):
+def test_later_checkpoints_are_renamed_each_time(two_checkpoints, tmp_path):
     shutil.copytree(two_checkpoints[0], tmp_path, dirs_exist_ok=True)
     for number in (1, 2):
         saver = checkpointer(tmp_path)
@@ -201,9 +116,19 @@ def test_another_run_is_refused(what, tmp_path):
         "identity": make,
     }[what]()
     before = contents(tmp_path)
-    with pytest.raises(JobError, match=r"a checkpoint of another run, .*seed: 1 there, 2 here|of the same model"):
+    with pytest.raises(JobError, match=r"one of another run, .*seed: 1 in the checkpoint, 2 here|of the same model"):
         checkpointer(tmp_path, model).restore(identity={"seed": 2 if what == "identity" else 1})
     assert contents(tmp_path) == before
+
+
+def test_the_identity_of_the_constructor_is_added_to_that_of_each_call(tmp_path):
+    checkpointer(tmp_path, identity={"seed": 1}).save(1, identity={"task": "digits"}, wait=True)
+    with pytest.raises(JobError, match=r"seed: 1 in the checkpoint, 2 here; task: digits in .*, missing here"):
+        checkpointer(tmp_path, identity={"seed": 2}).restore()
+    with pytest.raises(JobError, match=r": seed: 1 in the checkpoint, 2 here\."):
+        checkpointer(tmp_path, identity={"seed": 1}).restore(identity={"task": "digits", "seed": 2})
+    assert checkpointer(tmp_path, identity={"seed": 1}).restore(identity={"task": "digits"}).step == 1
+    assert checkpointer(tmp_path).restore(identity={"task": "digits", "seed": 1}).step == 1
 
 
 def without_dropout() -> keras.Model:
@@ -213,40 +138,13 @@ def without_dropout() -> keras.Model:
     return model
 
 
-def test_from_a_newer_version(two_checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(folders, "FORMAT", 2)
-    checkpointer(tmp_path).save(1, wait=True)
-    monkeypatch.undo()
-    before = contents(tmp_path)
-    with pytest.raises(JobError, match=r"must be of format 1 or earlier. Received: .*step-00000001, of format 2"):
-        checkpointer(tmp_path).restore()
-    assert contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("kind", ["a file", "foreign"])
-def test_places_where_checkpoints_must_not_go(kind, tmp_path):
-    place = tmp_path / "place"
-    if kind == "a file":
-        place.write_text("mine")
-    else:
-        place.mkdir()
-        (place / "thesis.txt").write_text("mine")
-    before = contents(tmp_path)
-    with pytest.raises(JobError, match=r"It was left untouched|a file") as caught:
-        checkpointer(place).restore()
-    assert caught.value.exit_code == 65
-    with pytest.raises(JobError, match=r"It was left untouched|a file"):
-        checkpointer(place).save(1)
-    assert contents(tmp_path) == before
-
-
-def test_only_our_own_are_deleted(tmp_path):
+def test_only_own_checkpoints_are_deleted(tmp_path):
     saver = checkpointer(tmp_path, keep=2)
     saver.save(1, wait=True)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-by-step").mkdir()
     (tmp_path / "step-00000001.aside1").mkdir()
-    (tmp_path / ".step-00000009.writing").mkdir()  # of a save that was killed
+    (tmp_path / ".step-00000009.writing").mkdir()  # an interrupted save
     for step in (2, 3, 4):
         saver.save(step, wait=True)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -255,49 +153,124 @@ def test_only_our_own_are_deleted(tmp_path):
         checkpointer(tmp_path, keep=0)
 
 
-def test_failed_writes_are_told_counted_and_forgiven(tmp_path, monkeypatch, capfd):
+def bias_on_disk(folder: Path, step: int) -> float:
+    manifest = json.loads((folder / f"step-{step:08d}" / "manifest.json").read_text())
+    name = next(each[0] for each in manifest["variables"] if each[0].endswith("/bias"))
+    return float(tf.train.load_variable(str(folder / f"step-{step:08d}" / "state"), name)[0])
+
+
+def save_with_bias(saver: Checkpointer, model: keras.Model, step: int, bias: float) -> None:
+    model.layers[0].bias.assign(np.full(4, bias))
+    saver.save(step, wait=True)
+
+
+def test_without_restore_a_save_sets_aside_the_checkpoints_of_another_run(tmp_path, capfd):
+    model = make()
+    saver = checkpointer(tmp_path, model)
+    for step in (50, 200, 900):
+        save_with_bias(saver, model, step, 1.0)
+    before = contents(tmp_path)
+    saver = checkpointer(tmp_path, model, keep=2)
+    save_with_bias(saver, model, 50, 2.0)
+    assert "without resuming: renamed its checkpoints step-00000050, step-00000200" in capfd.readouterr().err
+    asides = [f"step-{step:08d}.aside1" for step in (50, 200, 900)]
+    assert names_in(tmp_path) == ["step-00000050", *asides]
+    assert bias_on_disk(tmp_path, 50) == 2.0
+    assert {
+        name.replace(".aside1", ""): content for name, content in contents(tmp_path).items() if "aside" in name
+    } == (before)
+    save_with_bias(saver, model, 60, 3.0)  # its own are not set aside
+    assert names_in(tmp_path) == ["step-00000050", *asides[:1], "step-00000060", *asides[1:]]
+    # To load a checkpoint is not to continue its run.
+    other = checkpointer(tmp_path, model)
+    other.load()
+    save_with_bias(other, model, 70, 4.0)
+    assert [each.name for each in storage.checkpoints_in(tmp_path)] == ["step-00000070"]
+
+
+def test_a_save_replaces_the_checkpoint_of_the_same_step_and_sets_aside_later_ones(tmp_path, capfd):
+    model = make()
+    saver = checkpointer(tmp_path, model, keep=1)
+    save_with_bias(saver, model, 100, 1.0)
+    save_with_bias(saver, model, 100, 2.0)
+    assert (names_in(tmp_path), bias_on_disk(tmp_path, 100)) == (["step-00000100"], 2.0)
+    save_with_bias(saver, model, 50, 3.0)
+    assert names_in(tmp_path) == ["step-00000050", "step-00000100.aside1"]
+    assert "step 50 is now the latest: renamed the later checkpoint" in capfd.readouterr().err
+    other = checkpointer(tmp_path, model, keep=1)
+    assert other.restore().step == 50
+    save_with_bias(other, model, 50, 4.0)
+    assert (names_in(tmp_path), bias_on_disk(tmp_path, 50)) == (["step-00000050", "step-00000100.aside1"], 4.0)
+
+
+def test_a_checkpoint_with_the_same_content_is_not_written_again(tmp_path, monkeypatch):
     saver = checkpointer(tmp_path)
     saver.save(1, wait=True)
-    before, sync_folder = contents(tmp_path), folders.sync_folder
+    inode = (tmp_path / "step-00000001").stat().st_ino
+    saver.save(1, wait=True)
+    assert (tmp_path / "step-00000001").stat().st_ino == inode
+    saver.save(1, state="changed", wait=True)
+    assert (tmp_path / "step-00000001").stat().st_ino != inode
+
+
+@pytest.mark.parametrize("new_is_in_place", [False, True])
+def test_an_interrupted_replacement_is_completed(new_is_in_place, tmp_path):
+    model = make()
+    save_with_bias(checkpointer(tmp_path, model), model, 1, 1.0)
+    old, replaced = tmp_path / "step-00000001", tmp_path / ".step-00000001.replaced"
+    if new_is_in_place:
+        shutil.copytree(old, replaced)
+    else:
+        old.rename(replaced)
+    saver = checkpointer(tmp_path, model)
+    assert saver.restore().step == 1
+    assert names_in(tmp_path) == ["step-00000001"]
+
+
+def test_failed_writes_are_reported_and_counted_until_one_succeeds(tmp_path, monkeypatch, capfd):
+    saver = checkpointer(tmp_path)
+    saver.save(1, wait=True)
+    before, sync = contents(tmp_path), atomic_files.sync
 
     def full(folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders, "sync_folder", full)
+    monkeypatch.setattr(atomic_files, "sync", full)
     for step in (2, 3):
         saver.save(step)
         saver.wait()
-    told = capfd.readouterr().err
-    assert told.count("a checkpoint could not be written") == 2
-    assert "No space left on device" in told
-    monkeypatch.setattr(folders, "sync_folder", sync_folder)
-    saver.save(4, wait=True)  # there is room again
-    monkeypatch.setattr(folders, "sync_folder", full)
+    reported = capfd.readouterr().err
+    assert reported.count("could not write a checkpoint") == 2
+    assert "No space left on device" in reported
+    monkeypatch.setattr(atomic_files, "sync", sync)
+    saver.save(4, wait=True)  # space is free again
+    monkeypatch.setattr(atomic_files, "sync", full)
     for step in (5, 6, 7):
         saver.save(step)
     saver.wait()
-    with pytest.raises(JobError, match=r"3 failures in a row.*No space left") as caught:
+    with pytest.raises(JobError, match=r"3 consecutive failures.*No space left") as caught:
         saver.save(8)
     assert caught.value.exit_code == 65
     after = contents(tmp_path)
     assert all(after[name] == before[name] for name in before)
-    assert [each.name for each in folders.checkpoints_in(tmp_path)] == ["step-00000001", "step-00000004"]
+    assert [each.name for each in storage.checkpoints_in(tmp_path)] == ["step-00000001", "step-00000004"]
 
 
-def test_what_is_read_back_is_compared(tmp_path, monkeypatch):
-    sync_folder = folders.sync_folder
+def test_a_write_is_verified_by_reading_it_back(tmp_path, monkeypatch):
+    sync = atomic_files.sync
 
     def break_first(folder):
-        data = folder / "state.data-00000-of-00001"
-        content = bytearray(data.read_bytes())
-        content[5] ^= 1
-        data.write_bytes(content)
-        sync_folder(folder)
+        if folder.is_dir():
+            data = folder / "state.data-00000-of-00001"
+            content = bytearray(data.read_bytes())
+            content[5] ^= 1
+            data.write_bytes(content)
+        sync(folder)
 
-    monkeypatch.setattr(folders, "sync_folder", break_first)
-    with pytest.raises(JobError, match="failures in a row"):
+    monkeypatch.setattr(atomic_files, "sync", break_first)
+    with pytest.raises(JobError, match="consecutive failures"):
         checkpointer(tmp_path).save(1, wait=True)
-    assert not folders.checkpoints_in(tmp_path)
+    assert not storage.checkpoints_in(tmp_path)
 
 
 def test_a_read_only_file_system(tmp_path):
@@ -315,7 +288,7 @@ def test_a_read_only_file_system(tmp_path):
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_dtypes_and_random_states_keep_their_bits(tmp_path):
+def test_dtypes_and_random_states_are_bit_identical(tmp_path):
     class Many(layers.Layer):
         def build(self, shape):
             for dtype in ("float16", "bfloat16", "float64", "int32", "int64", "uint32", "bool", "int8"):
@@ -347,7 +320,7 @@ def test_dtypes_and_random_states_keep_their_bits(tmp_path):
     assert random.random() == drawn[0]
 
 
-def test_nested_values_keep_their_kind():
+def test_nested_values_keep_their_types():
     value = {
         "a": [1, 2.5, True, None, "text", float("inf")],
         "b": (np.float32(0.1), np.arange(3)),
@@ -355,17 +328,17 @@ def test_nested_values_keep_their_kind():
         "f": [],
     }
     arrays: dict[str, np.ndarray] = {}
-    text = json.dumps(tree.split(value, arrays, "state"))
-    back = tree.join(json.loads(text), arrays)
+    text = json.dumps(plain_values.split(value, arrays, "state"))
+    back = plain_values.join(json.loads(text), arrays)
     assert back["a"] == value["a"]
     assert back["b"][0] == np.float32(0.1)
     assert back["b"][1].dtype == np.arange(3).dtype
     assert (back["c"], back["f"], type(back["b"])) == (value["c"], [], tuple)
-    assert tree.is_plain(value)
-    assert not any(tree.is_plain(each) for each in (object(), [object()], {1: 2}, np.array(["a"])))
+    assert plain_values.is_plain(value)
+    assert not any(plain_values.is_plain(each) for each in (object(), [object()], {1: 2}, np.array(["a"])))
 
 
-def test_a_schedule_and_its_step_go_on(tmp_path):
+def test_a_learning_rate_schedule_resumes_at_its_step(tmp_path):
     schedule = lambda: keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
     model = make(optimizer=keras.optimizers.SGD(schedule()))
     for _ in range(4):

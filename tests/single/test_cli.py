@@ -8,44 +8,103 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain import cli
+import hvdtrain
+from hvdtrain.commands import cli
 from hvdtrain.errors import UsageError
 
 
-def test_defaults_come_from_the_task():
-    config = cli.parse_train([])
-    assert (config.task, config.batch_size, config.epochs) == ("digits", None, None)
+def parse_train(arguments):
+    return cli.parse(None, arguments)
 
 
-def test_adasum_is_an_op():
-    assert cli.parse_train(["--adasum"]).op == "adasum"
-    assert cli.parse_train([]).op == "average"
+def test_options_that_were_not_set_are_left_to_the_task():
+    config = parse_train([])
+    assert (config.task, config.training.epochs, config.optimizer.optimizer) == ("digits", None, None)
+    assert config.explicitly_set == frozenset()
+    # Also if the value is the default.
+    assert parse_train(["--log-every", "10", "--no-overlap"]).explicitly_set == {"log_every", "overlap"}
 
 
-def test_every_option_of_the_help_says_its_default(capsys):
+def test_the_last_of_several_flags_wins():
+    assert parse_train(["--steps", "3", "--steps", "4"]).training.steps == 4
+
+
+def test_every_option_of_the_help_states_its_default(capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.parse_train(["--help"])
+        parse_train(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("--task", "--batch-size", "--lr-scaling", "--steps-per-call", "--deterministic", "--config"):
+    for flag in ("--task", "--batch-size", "--lr-scaling", "--steps-per-execution", "--deterministic", "--config"):
         assert flag in text
-    assert re.search(r"steps\s+between\s+log\s+lines\s+\(default:\s+10\)", text)
+    for group in ("Task", "Training", "Optimizer", "Local SGD", "Checkpoints", "Guards", "Fault tolerance"):
+        assert f"─ {group} " in text
+    assert re.search(r"Steps between log lines\. \[default: 10\]", text)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        parse_train(["--version"])
+    assert capsys.readouterr().out.strip() == hvdtrain.__version__
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--bach-size", "3"], "unrecognized arguments: --bach-size"),
-        (["--batch", "3"], "unrecognized arguments: --batch"),
+        (["--bach-size", "3"], "Unknown option: --bach-size. Did you mean --batch-size? See python -m hvdtrain train"),
+        (["--batch", "3"], "Unknown option: --batch"),
         (["--batch-size", "many"], "--batch-size must be a whole number. Received: 'many'"),
+        (["--batch-size", "2.5"], "--batch-size must be a whole number. Received: '2.5'"),
         (["--learning-rate", "nan"], "--learning-rate must be a finite number"),
-        (["extra"], "unrecognized arguments: extra"),
+        (["--learning-rate", "fast"], "--learning-rate must be a number. Received: 'fast'"),
+        (["--op", "median"], "--op must be one of average, sum, adasum. Received: 'median'"),
+        (["--overlap=maybe"], "--overlap"),
+        (["extra"], "extra"),
+        (["--steps"], "--steps requires an argument"),
     ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(UsageError) as caught:
-        cli.parse_train(arguments)
+        parse_train(arguments)
     assert message in str(caught.value)
+
+
+def test_flags_win_over_the_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'batch-size = 16\ndeterministic = true\n[learning_rate]\nlearning_rate = 1\n[optimizer]\noptimizer = "sgd"\n'
+    )
+    config = parse_train(["--config", str(file), "--batch-size", "8"])
+    found = (config.training.batch_size, config.learning_rate.learning_rate, config.optimizer.optimizer)
+    assert (*found, config.runtime.deterministic) == (8, 1.0, "sgd", True)
+    assert config.explicitly_set == {"batch_size", "learning_rate", "optimizer", "deterministic"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batchsize = 3", "unknown key 'batchsize'"),
+        ("[local_sgd]\nbatch_size = 3", "unknown key 'batch_size' in table [local_sgd]"),
+        ("batch-size = 'three'", "--batch-size must be a whole number. Received: 'three'"),
+        ("batch-size = 2.5", "--batch-size must be a whole number. Received: 2.5"),
+        ("steps = true", "--steps must be a whole number. Received: True"),
+        ("deterministic = 1", "--deterministic must be true or false. Received: 1"),
+        ("task = 5", "--task must be a text. Received: 5"),
+        ("op = 'median'", "--op must be one of average, sum, adasum. Received: 'median'"),
+        ("this is not TOML", "must be TOML"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_fault(text, message, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        parse_train(["--config", str(file)])
+    assert message in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UsageError, match="--config must name a readable TOML file"):
+        parse_train(["--config", "/nowhere/run.toml"])
 
 
 @pytest.mark.parametrize(
@@ -56,12 +115,12 @@ def test_bad_arguments(arguments, message):
         (["train", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
         (["--timeline", "/nowhere/trace.json"], 65, "--timeline must be a file in an existing folder"),
         (["doctor", "--fast"], 64, "doctor takes no options"),
-        (["eval", "--steps", "3"], 64, "unrecognized arguments: --steps 3"),
+        (["eval", "--steps", "3"], 64, "Unknown option: --steps"),
         (["eval", "--watch", "--checkpoint", "x"], 64, "--watch takes the latest checkpoint each time. Received: "),
         (["eval", "--batch-size", "0"], 64, "--batch-size must be at least 1"),
         (["export", "--format", "pickle"], 64, "--format must be one of keras, saved_model, onnx. Received: 'pickle'"),
         (["export", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
-        (["--ema-ramp"], 64, "--ema-ramp is of --ema"),
+        (["--ema-ramp"], 64, "--ema-ramp needs --ema"),
         (["--lr-decay-steps", "3", "--lr-decay-epochs", "3"], 64, "exclude each other"),
     ],
 )
@@ -74,7 +133,7 @@ def test_exit_codes(arguments, code, message, capsys):
 def test_one_process_without_a_launcher(tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "hvdtrain", "--steps", "25", "--warmup-steps", "5", "--lr-decay", "cosine"]
-    command += ["--optimizer", "momentum", "--clip-norm", "1", "--accumulate", "2", "--run-dir"]
+    command += ["--optimizer", "momentum", "--clip-norm", "1", "--gradient-accumulation-steps", "2", "--run-dir"]
     for place, expected in ((tmp_path / "other", "done: 25 steps"), (run_dir, "done: 25 steps"), (run_dir, "complete")):
         done = subprocess.run([*command, str(place)], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr

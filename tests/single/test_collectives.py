@@ -1,4 +1,4 @@
-"""On one process both versions of the collectives do the same: nothing to the values."""
+"""The collectives of one process, over Horovod and without it: every operation is the identity."""
 
 import keras
 import numpy as np
@@ -6,24 +6,26 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain import metrics, replicas, runtime
-from hvdtrain.collectives import Collectives, OneProcess
-from hvdtrain.errors import UsageError
+from hvdtrain.distributed import replica_consistency, runtime
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.training import metrics
 
 
 @pytest.fixture(params=["Horovod", "one process"])
 def collectives(request) -> Collectives:
     hvdtrain.init()
-    return runtime.current().collectives if request.param == "Horovod" else OneProcess()
+    return runtime.current().collectives if request.param == "Horovod" else SingleProcessCollectives()
 
 
-def test_the_only_rank(collectives):
+def test_a_single_rank_has_rank_0(collectives):
     places = (collectives.rank, collectives.local_rank, collectives.cross_rank)
     sizes = (collectives.size, collectives.local_size, collectives.cross_size)
     assert (places, sizes) == ((0, 0, 0), (1, 1, 1))
 
 
-def test_values_stay_as_they_are(collectives):
+def test_values_are_unchanged(collectives):
     array = np.arange(3.0)
     (total,) = collectives.sum([array])
     assert np.array_equal(total, array)
@@ -38,22 +40,23 @@ def test_values_stay_as_they_are(collectives):
     assert not bool(collectives.all_true(tf.constant(False)))
 
 
-def test_gradients_stay_as_they_are(collectives):
-    options = {"name": "sgd", "op": "average", "compression": "none", "groups": None, "sparse_as_dense": False}
-    gradients = [tf.ones(2), tf.IndexedSlices(tf.ones((1, 2)), tf.constant([0]))]
-    dense, sparse = collectives.gradient_reducer(**options)(gradients).gradients
+def test_dense_gradients_are_unchanged_and_sparse_ones_have_each_row_once(collectives):
+    sparse = tf.IndexedSlices(tf.constant([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]]), tf.constant([5, 0, 5]), [9, 2])
+    gradients = [tf.ones(2), sparse]
+    dense, reduced = collectives.gradient_reducer(ReductionConfig())(gradients).gradients
     assert dense is gradients[0]
-    assert (sparse.values, sparse.indices) == (gradients[1].values, gradients[1].indices)
-    with pytest.raises(UsageError, match="compression must be one of"):
-        collectives.gradient_reducer(**{**options, "compression": "zip"})
+    assert reduced.indices.numpy().tolist() == [5, 0]
+    assert reduced.values.numpy().tolist() == [[17, 34], [4, 8]]
+    _, as_dense = collectives.gradient_reducer(ReductionConfig(sparse_as_dense=True))(gradients).gradients
+    assert np.array_equal(as_dense.numpy(), tf.convert_to_tensor(sparse).numpy())
 
 
-def test_the_parts_work_without_starting_horovod():
-    one = OneProcess()
+def test_optimizer_broadcast_and_metrics_work_without_horovod():
+    one = SingleProcessCollectives()
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
     optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), collectives=one)
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae"])
     hvdtrain.broadcast(model, collectives=one)
     logs = model.fit(np.ones((8, 3)), np.ones((8, 2)), batch_size=4, verbose=0).history
     assert metrics.reduced_results(model, one) == pytest.approx({name: values[-1] for name, values in logs.items()})
-    replicas.require_equal_replicas(model, one, step=2)
+    replica_consistency.require_equal_replicas(model, one, step=2)

@@ -1,12 +1,18 @@
-"""The configuration fails when it is built, with the rule, what came and the flag."""
+"""Configurations fail when they are built, with the rule, what was received and the flag."""
 
+import dataclasses
+import inspect
 import math
 
 import pytest
+from trainers import train_config
 
-from hvdtrain import config
-from hvdtrain.config import TrainConfig
+from hvdtrain.commands.bench.config import BenchConfig
+from hvdtrain.commands.config import EvalConfig, ExportConfig, RunConfig
+from hvdtrain.config.fields import Config, as_dict, option_names, with_options
 from hvdtrain.errors import UsageError
+from hvdtrain.local_sgd.config import LocalSGDConfig
+from hvdtrain.loggers.config import LoggingConfig
 
 
 @pytest.mark.parametrize(
@@ -14,68 +20,113 @@ from hvdtrain.errors import UsageError
     [
         ({"batch_size": 0}, "--batch-size must be at least 1. Received: 0"),
         ({"steps": 0}, "--steps must be at least 1"),
-        ({"seed": -1}, "--seed must be at least 0"),
+        ({"seed": -1}, "--seed must be from 0 to 4294967295"),
         ({"learning_rate": math.nan}, "--learning-rate must be a finite number above 0. Received: nan"),
         ({"learning_rate": -0.1}, "--learning-rate must be a finite number above 0"),
         ({"clip_norm": 0.0}, "--clip-norm must be a finite number above 0"),
         ({"lr_decay": "linear"}, "--lr-decay must be one of none, exponential, cosine. Received: 'linear'"),
         ({"compression": "zip"}, "--compression must be one of none, fp16"),
         ({"ema": 1.0}, "--ema must be at least 0 and below 1. Received: 1.0"),
-        ({"weight_decay": -0.1}, "--weight-decay must be a finite number of at least 0"),
+        ({"weight_decay": -0.1}, "--weight-decay must be a finite number, at least 0"),
         ({"groups": 0}, "--groups must be at least 1"),
         ({"bad_samples": -1}, "--bad-samples must be at least 0"),
+        ({"guard_every": 0}, "--guard-every must be at least 1"),
         ({"mixed_precision": "fp8"}, "--mixed-precision must be one of none, float16, bfloat16"),
-        ({"on_nan": "ignore"}, "--on-nan must be one of stop, skip"),
+        ({"on_nan": "halt"}, "--on-nan must be one of stop, skip, ignore. Received: 'halt'"),
         ({"profile_steps": "20"}, "--profile-steps must be two steps, first:last"),
         ({"profile_steps": "9:3"}, "--profile-steps must be two steps, first:last"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "--clip-norm and --clip-value exclude each other"),
         ({"steps": 5, "epochs": 1}, "--steps and --epochs exclude each other"),
+        # Combinations that cannot work.
+        ({"mode": "local", "gradient_accumulation_steps": 4}, "Received: 4 in --mode local"),
+        ({"mode": "local", "sync_batchnorm": True}, "--sync-batchnorm needs ranks in lockstep"),
+        ({"mode": "local", "op": "adasum"}, "--mode local averages. Received: --op adasum"),
+        ({"mode": "local", "overlap": True, "average_slots": "average", "wait_free": True}, "keep slot variables"),
+        ({"jit_compile": True, "deterministic": True}, "--jit-compile excludes --deterministic"),
+        ({"jit_compile": True, "sync_batchnorm": True}, "--jit-compile excludes --sync-batchnorm"),
+        ({"op": "adasum", "groups": 2}, "--op adasum reduces each gradient alone. Received: --groups 2"),
+        ({"sync_every": 8}, "--sync-every needs --mode local. Received: 8 in sync mode"),
+        ({"wait_free": True}, "--wait-free needs --mode local"),
+        # Values of other types, as a task's defaults may be.
+        ({"batch_size": "8"}, "--batch-size must be a whole number. Received: '8'"),
+        ({"batch_size": True}, "--batch-size must be a whole number. Received: True"),
+        ({"ema_ramp": 1}, "--ema-ramp must be true or false. Received: 1"),
+        ({"batch": 3}, "unknown option 'batch'"),
     ],
 )
 def test_a_broken_rule_is_named(values, message):
     with pytest.raises(UsageError) as caught:
-        TrainConfig(**values)
+        with_options(RunConfig(), values)
     assert message in str(caught.value)
     assert caught.value.exit_code == 64
 
 
-def test_the_range_to_profile():
-    assert TrainConfig(profile_steps="20:30").profile_range == (20, 30)
-    assert TrainConfig().profile_range == (0, 0)
-
-
-def test_every_field_is_documented():
-    assert all(len(field.metadata["help"]) > 10 for field in config.options(TrainConfig))
-
-
-def test_flags_win_over_the_file(tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text('batch-size = 16\nlearning_rate = 1\noptimizer = "sgd"\ndeterministic = true\n')
-    built = config.build({"batch_size": "8"}, str(file))
-    assert (built.batch_size, built.learning_rate, built.optimizer, built.deterministic) == (8, 1.0, "sgd", True)
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("values", "message"),
     [
-        ("batchsize = 3", "unknown key 'batchsize'"),
-        ("batch-size = 'three'", "--batch-size must be a whole number. Received: 'three'"),
-        ("batch-size = 2.5", "--batch-size must be a whole number. Received: 2.5"),
-        ("steps = true", "--steps must be a whole number. Received: True"),
-        ("deterministic = 1", "--deterministic must be true or false. Received: 1"),
-        ("task = 5", "--task must be a text. Received: 5"),
-        ("this is not TOML", "must be TOML"),
+        ({"sync_every": 0}, "--sync-every must be at least 1"),
+        ({"outer": "nesterov", "outer_momentum": 2.0}, "at least 0 and below 1"),
+        ({"outer": "nesterov", "outer_momentum": 1.0}, "at least 0 and below 1"),
+        ({"outer": "nesterov", "outer_learning_rate": 0.0}, "above 0 and at most 2"),
+        ({"outer_learning_rate": 5.0, "outer_momentum": 7.0}, "above 0 and at most 2"),
+        ({"outer_momentum": 0.5}, "--outer-momentum needs --outer nesterov. Received: 0.5"),
+        ({"outer": "adam"}, "--outer must be one of average, nesterov"),
+        ({"average_slots": "reset"}, "--average-slots must be one of average, keep"),
+        ({"sync_schedule": "linear"}, "--sync-schedule must be one of constant, adacomm"),
+        ({"average_across": "rack"}, "--average-across must be one of rank, host"),
+        ({"sync_steps_first": -1}, "--sync-steps-first must be at least 0"),
+        ({"overlap": True, "average_slots": "average"}, "--overlap and --wait-free keep slot variables"),
+        ({"wait_free": True, "average_slots": "average"}, "--overlap and --wait-free keep slot variables"),
+        ({"wait_free": True, "average_across": "host"}, "needs ranks that step independently"),
+        ({"wait_free": True, "sync_schedule": "adacomm"}, "--wait-free needs --sync-schedule constant"),
     ],
 )
-def test_a_bad_file_is_named_with_its_fault(text, message, tmp_path):
-    file = tmp_path / "run.toml"
-    file.write_text(text)
-    with pytest.raises(UsageError) as caught:
-        config.build({}, str(file))
-    assert message in str(caught.value)
-    assert str(file) in str(caught.value)
+def test_local_sgd_has_rules(values, message):
+    with pytest.raises(UsageError, match=message):
+        LocalSGDConfig(**values)
 
 
-def test_a_missing_file_is_named():
-    with pytest.raises(UsageError, match="--config must name a readable TOML file"):
-        config.build({}, "/nowhere/run.toml")
+def test_the_range_to_profile():
+    assert LoggingConfig(profile_steps="20:30").profile_range == (20, 30)
+    assert LoggingConfig().profile_range is None
+
+
+COMMANDS = [RunConfig, BenchConfig, EvalConfig, ExportConfig]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_options_have_one_name_each(kind):
+    names = option_names(kind)
+    assert len(set(names)) == len(names)
+
+
+def parts_of(kind: type[Config]) -> set[type[Config]]:
+    parts = {kind}
+    for field in dataclasses.fields(kind):
+        if callable(field.default_factory):
+            part = type(field.default_factory())
+            parts |= parts_of(part) if issubclass(part, Config) else set()
+    return parts
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_every_option_is_documented_below_its_field(kind):
+    for part in parts_of(kind):
+        lines = inspect.getsource(part).splitlines()
+        for name in vars(part).get("__annotations__", {}):
+            (index,) = (i for i, line in enumerate(lines) if line.startswith(f"    {name}:"))
+            if dataclasses.is_dataclass(part.__dataclass_fields__[name].type) or "parse=False" in lines[index]:
+                continue
+            rest = "\n".join(lines[index:])
+            assert '"""' in rest.split("\n    \n")[0], f"{part.__name__}.{name} has no documentation"
+
+
+def test_options_survive_a_round_trip():
+    config = with_options(RunConfig(), {"mode": "local", "sync_every": 4, "batch_size": 8, "learning_rate": 0.1})
+    assert with_options(RunConfig(), as_dict(config)) == config
+    assert (config.training.local_sgd.sync_every, config.learning_rate.learning_rate) == (4, 0.1)
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        train_config().batch_size = 3

@@ -1,4 +1,4 @@
-"""Input of arrays and of data sets with an order of their own; ranks are simulated by their plans."""
+"""Arrays, Stream and the datasets made from them; ranks are simulated by their plans."""
 
 import itertools
 
@@ -7,12 +7,12 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.data import Arrays, Stream, evaluation_dataset, training_dataset
+from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.sampling import SamplePlan, shard_batches
 
 
 def numbered(num_samples: int, **options) -> Arrays:
-    """Arrays whose x tells the sample number."""
+    """Arrays whose x is the sample number."""
     return Arrays(np.arange(num_samples), np.arange(num_samples) % 3, **options)
 
 
@@ -35,10 +35,12 @@ LAYOUTS = [(1, 1), (1, 2), (2, 1), (3, 2), (4, 2)]
 
 @pytest.mark.parametrize(("size", "accumulate"), LAYOUTS)
 @pytest.mark.parametrize("make", [numbered, stream])
-def test_each_sample_once_an_epoch_and_numbers_tell_which(make, size, accumulate):
-    """37 samples: on some layouts the last step leaves ranks without one."""
+def test_each_sample_once_per_epoch_as_numbered_by_the_plan(make, size, accumulate):
+    """37 samples: on some layouts the last step leaves ranks without a sample."""
     everything = []
-    for plan in plans(size, num_samples=37, batch_size=3, accumulate=accumulate, shuffle=make is numbered):
+    for plan in plans(
+        size, num_samples=37, batch_size=3, gradient_accumulation_steps=accumulate, shuffle=make is numbered
+    ):
         per_epoch = plan.steps_per_epoch * accumulate
         batches = drawn(make(37), plan, 2 * per_epoch)
         assert len(batches) == 2 * per_epoch
@@ -50,8 +52,10 @@ def test_each_sample_once_an_epoch_and_numbers_tell_which(make, size, accumulate
 
 @pytest.mark.parametrize(("size", "accumulate"), LAYOUTS)
 @pytest.mark.parametrize("make", [numbered, stream])
-def test_factors_make_the_mean_over_ranks_the_mean_over_samples(make, size, accumulate):
-    all_plans = plans(size, num_samples=25, batch_size=2, accumulate=accumulate, shuffle=make is numbered)
+def test_mean_over_ranks_equals_mean_over_samples(make, size, accumulate):
+    all_plans = plans(
+        size, num_samples=25, batch_size=2, gradient_accumulation_steps=accumulate, shuffle=make is numbered
+    )
     last = (all_plans[0].steps_per_epoch - 1) * accumulate
     batches = [drawn(make(25), plan, accumulate, first_micro_batch=last) for plan in all_plans]
     losses = [factor * np.mean(numbers) for each in batches for numbers, factor in each]
@@ -61,7 +65,7 @@ def test_factors_make_the_mean_over_ranks_the_mean_over_samples(make, size, accu
         assert 0.0 in {factor for each in batches for _, factor in each}
 
 
-def test_factor_and_data_have_the_promised_form():
+def test_element_spec_of_data_and_factor():
     x = {"a": np.zeros((8, 2), np.float32), "b": np.zeros(8, np.int32)}
     source = Arrays(x, np.zeros(8), np.arange(8))
     assert source.has_sample_weights
@@ -76,19 +80,21 @@ def test_factor_and_data_have_the_promised_form():
 
 
 @pytest.mark.parametrize("make", [numbered, stream])
-def test_beginning_later_equals_skipping(make):
-    plan = SamplePlan(num_samples=23, batch_size=3, rank=1, size=2, accumulate=2, shuffle=make is numbered)
+def test_starting_later_equals_skipping(make):
+    plan = SamplePlan(
+        num_samples=23, batch_size=3, rank=1, size=2, gradient_accumulation_steps=2, shuffle=make is numbered
+    )
     whole = drawn(make(23), plan, 20)
     for first in (1, 4, 7, 8, 13, 16):
         assert drawn(make(23), plan, 20 - first, first_micro_batch=first) == whole[first:]
 
 
-def test_excluded_samples_are_left_out_and_the_factor_shrinks():
+def test_excluded_samples_are_skipped_and_the_factor_shrinks():
     plan = SamplePlan(num_samples=12, batch_size=4, shuffle=False)
     batches = drawn(numbered(12), plan, 6, excluded=frozenset({1, 8, 9, 10, 11}))
     assert batches == [([0, 2, 3], 0.75), ([4, 5, 6, 7], 1.0), ([0], 0.0)] * 2
     excluded = frozenset({3, 7, 20})
-    for plan in plans(3, num_samples=22, batch_size=2, accumulate=2):
+    for plan in plans(3, num_samples=22, batch_size=2, gradient_accumulation_steps=2):
         per_epoch = plan.steps_per_epoch * 2
         before = drawn(numbered(22), plan, 2 * per_epoch)
         after = drawn(numbered(22), plan, 2 * per_epoch, excluded=excluded)
@@ -100,13 +106,13 @@ def test_excluded_samples_are_left_out_and_the_factor_shrinks():
             assert not left or kept == left
 
 
-def test_evaluation_takes_each_sample_once():
+def test_evaluation_uses_each_sample_once():
     for make, size in itertools.product((numbered, stream), (1, 2, 3)):
         shares = [evaluation_dataset(make(10), 2, rank, size) for rank in range(size)]
         assert [n for share in shares for x, _ in share.as_numpy_iterator() for n in x] == list(range(10))
 
 
-def test_evaluation_leaves_out_and_begins_later():
+def test_evaluation_with_excluded_samples_and_first_batch():
     def batches(source, **options):
         return [x.tolist() for x, _ in evaluation_dataset(source, 2, 1, 2, **options).as_numpy_iterator()]
 
@@ -118,8 +124,8 @@ def test_evaluation_leaves_out_and_begins_later():
     assert batches(numbered(12), excluded=frozenset(range(6, 12))) == []
 
 
-def test_no_sample_left_is_refused():
-    with pytest.raises(DataError, match="at least one sample must be good"):
+def test_excluding_all_samples_is_an_error():
+    with pytest.raises(DataError, match="at least one sample must be readable"):
         training_dataset(numbered(3), SamplePlan(num_samples=3, batch_size=1), excluded=frozenset(range(3)))
 
 
@@ -127,7 +133,7 @@ def noise(x, y, seed):
     return tf.cast(x, tf.int64) * 1_000_000 + tf.random.stateless_uniform([], seed, 0, 1_000_000, tf.int64), y
 
 
-def test_augmentation_depends_on_seed_epoch_and_sample_alone():
+def test_augmentation_depends_only_on_seed_epoch_and_sample():
     def epochs(size: int, **options) -> list[list[int]]:
         """The augmented samples of two epochs, by sample number."""
         seen: list[list[int]] = [[], []]
@@ -150,17 +156,17 @@ def test_augmentation_depends_on_seed_epoch_and_sample_alone():
     assert x.numpy().tolist() == list(range(12))
 
 
-def test_augmentation_may_ask_tensors():
-    def odd_ones_are_negative(x, y, seed):
+def test_augmentation_may_branch_on_tensors():
+    def negate_odd(x, y, seed):
         if x % 2 == 1:
             x = -x
         return x, y
 
-    seen = drawn(numbered(6, augment=odd_ones_are_negative), SamplePlan(num_samples=6, batch_size=6, shuffle=False), 1)
+    seen = drawn(numbered(6, augment=negate_odd), SamplePlan(num_samples=6, batch_size=6, shuffle=False), 1)
     assert seen[0][0] == [0, -1, 2, -3, 4, -5]
 
 
-def test_facts_tell_arrays_apart():
+def test_facts_distinguish_arrays():
     facts = [numbered(9), numbered(9), numbered(10), numbered(9, sample_weight=np.ones(9))]
     first, same, longer, weighted = [str(each.facts()) for each in facts]
     assert first == same
@@ -169,7 +175,7 @@ def test_facts_tell_arrays_apart():
         Arrays(np.zeros(3), np.zeros(4))
 
 
-def test_a_stream_counts_what_does_not_know_its_length():
+def test_stream_counts_samples_if_the_cardinality_is_unknown():
     odd = tf.data.Dataset.range(20).map(lambda n: (n, n)).filter(lambda n, _: n % 2 == 1)
     source = Stream(odd)
     assert source.num_samples == 10
@@ -177,7 +183,7 @@ def test_a_stream_counts_what_does_not_know_its_length():
     assert [numbers for numbers, _ in drawn(source, plan, 3)] == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19]]
 
 
-def test_a_stream_takes_as_many_as_it_is_told():
+def test_stream_takes_num_samples():
     endless = tf.data.Dataset.range(5).map(lambda n: (n, n)).repeat()
     with pytest.raises(UsageError, match="needs num_samples"):
         Stream(endless)
@@ -185,14 +191,14 @@ def test_a_stream_takes_as_many_as_it_is_told():
     plan = SamplePlan(num_samples=7, batch_size=7, shuffle=False)
     assert drawn(source, plan, 2) == [([0, 1, 2, 3, 4, 0, 1], 1.0)] * 2
     assert stream(9, num_samples=4).num_samples == 4
-    with pytest.raises(UsageError, match="Received: 10, of 9"):
+    with pytest.raises(UsageError, match="Received: 10 of 9"):
         stream(9, num_samples=10)
     with pytest.raises(DataError, match="at least one sample"):
         stream(0)
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_stream_that_changes_its_length_is_an_error(change):
+def test_stream_that_changes_its_length_is_an_error(change):
     length = tf.Variable(8, dtype=tf.int64)
     source = Stream(tf.data.Dataset.range(100).take_while(lambda n: n < length).map(lambda n: (n, n)))
     length.assign_add(change)
@@ -200,7 +206,7 @@ def test_a_stream_that_changes_its_length_is_an_error(change):
         drawn(source, SamplePlan(num_samples=8, batch_size=4, shuffle=False), 3)
 
 
-def test_a_stream_transforms_its_share_alone():
+def test_stream_transforms_only_its_share():
     calls = []
 
     def note(n):
@@ -218,28 +224,28 @@ def test_a_stream_transforms_its_share_alone():
     assert not {0, 1, 4, 5} & set(calls)
 
 
-def test_a_stream_keeps_its_order_and_structure():
+def test_stream_requires_its_order_and_structure():
     with pytest.raises(UsageError, match="shuffle=False"):
         training_dataset(stream(4), SamplePlan(num_samples=4, batch_size=2))
     with pytest.raises(UsageError, match="samples must be"):
-        Stream(tf.data.Dataset.range(4))
+        Stream(tf.data.Dataset.zip(*[tf.data.Dataset.range(4)] * 4))
     varying = tf.data.Dataset.range(1, 5).map(lambda n: ({"text": tf.fill([n], "a")}, n))
     source = Stream(varying, transform=lambda x, y: (tf.strings.reduce_join(x["text"]), y))
     plan = SamplePlan(num_samples=4, batch_size=4, shuffle=False)
     assert drawn(source, plan, 1) == [([b"a", b"aa", b"aaa", b"aaaa"], 1.0)]
 
 
-def test_facts_find_a_shuffle_without_a_seed():
+def test_facts_detect_a_shuffle_without_a_seed():
     dataset = tf.data.Dataset.range(1000).map(lambda n: (n, n))
     assert Stream(dataset).facts() == Stream(dataset).facts()
     assert Stream(dataset.shuffle(1000, seed=1)).facts() == Stream(dataset.shuffle(1000, seed=1)).facts()
     assert Stream(dataset.shuffle(1000)).facts() != Stream(dataset.shuffle(1000)).facts()
 
 
-def test_input_says_nothing(capfd):
-    """The graph optimizer complains of some ways to write a map, on stderr and in C++."""
+def test_input_prints_nothing(capfd):
+    """The graph optimizer warns about some forms of map on stderr, from C++."""
     sources = [numbered(9), numbered(9, augment=noise), stream(9, transform=lambda x, y: (x, y))]
-    tf.constant(0)  # TensorFlow greets when it is first used
+    tf.constant(0)  # TensorFlow prints a message on first use
     capfd.readouterr()
     for source in sources:
         plan = SamplePlan(num_samples=9, batch_size=2, shuffle=not source.keeps_order)

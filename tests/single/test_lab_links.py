@@ -1,4 +1,4 @@
-"""What the laboratory's links do to packets; tests/cluster measures them from inside."""
+"""Rate, delay, queueing and loss of the lab's links; tests/cluster measures them from inside."""
 
 import math
 import sys
@@ -19,14 +19,14 @@ def packet(connection: int, number: int = 0) -> bytes:
 
 
 def arrivals(line: Line, until_s: float) -> list[tuple[float, int, int]]:
-    """When, of which connection, and which packet, as a carrier that is never late sees them."""
+    """Arrival time, connection and number of each packet, as processed without delay."""
     seen = []
     while (now := line.next_s()) <= until_s:
         seen += [(round(now, 6), each[12], each[0]) for _, each in line.arrived(now)]
     return seen
 
 
-def test_a_line_has_a_rate_and_a_delay():
+def test_line_has_rate_and_delay():
     line = Line(RATE_BITS, DELAY_S, loss=0)
     assert line.next_s() == math.inf
     for number in range(3):
@@ -36,7 +36,7 @@ def test_a_line_has_a_rate_and_a_delay():
     assert arrivals(line, 6) == [(5.011, 1, 0)]
 
 
-def test_connections_take_turns_and_a_new_one_goes_first():
+def test_connections_are_served_round_robin_and_new_ones_first():
     line = Line(RATE_BITS, DELAY_S, loss=0)
     for number in range(3):
         line.send(0.0, 2, packet(1, number))
@@ -45,14 +45,14 @@ def test_connections_take_turns_and_a_new_one_goes_first():
     assert [each[1:] for each in arrivals(line, 1)] == [(2, 0), (1, 0), (2, 1), (1, 1), (1, 2)]
 
 
-def test_what_would_wait_for_more_than_half_a_second_is_dropped():
+def test_packets_that_would_queue_for_half_a_second_are_dropped():
     line = Line(RATE_BITS, DELAY_S, loss=0)
     for _ in range(2000):
         line.send(0.0, 2, packet(1))
     assert len(arrivals(line, 10)) == pytest.approx(500, abs=2)
 
 
-def test_the_share_of_packets_that_is_asked_for_is_lost():
+def test_loss_rate():
     line = Line(1e12, 0, loss=0.3)
     for _ in range(10_000):
         line.send(0.0, 2, packet(1))

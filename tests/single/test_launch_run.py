@@ -1,4 +1,4 @@
-"""launch/run with a made-up uv, so that its rules can be tested without building anything."""
+"""launch/run with a fake uv, so that nothing is built."""
 
 import os
 import shutil
@@ -12,12 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Makes what the real one makes, in a second, and counts its calls.
+# Creates what the real uv creates and logs its calls. Installing blocks on the named pipe UV_WAITS_FOR, if set.
 FAKE_UV = """#!/bin/sh
 echo "$1" >> "$UV_CALLS"
 case $1 in
     venv) mkdir -p "$6/bin" && ln -sf "$5" "$6/bin/python" ;;
-    pip) sleep 1; [ -z "$UV_FAILS_WITH" ] || { echo "$UV_FAILS_WITH"; exit 2; } ;;
+    pip) [ -z "$UV_WAITS_FOR" ] || read -r _ < "$UV_WAITS_FOR"
+        [ -z "$UV_FAILS_WITH" ] || { echo "$UV_FAILS_WITH"; exit 2; } ;;
 esac
 """
 
@@ -39,7 +40,7 @@ def environment(checkout: Path, **more: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN", "VIRTUAL_ENV"))}
     env["PATH"] = f"{checkout.parent / 'tools'}{os.pathsep}{env['PATH']}"
     env["UV_CALLS"] = str(checkout.parent / "calls")
-    env["UV_FAILS_WITH"] = ""
+    env["UV_FAILS_WITH"] = env["UV_WAITS_FOR"] = ""
     env["HVDTRAIN_PYTHON"] = sys.executable
     return {**env, **more}
 
@@ -61,7 +62,29 @@ def calls(checkout: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def test_makes_the_environment_once_and_runs_the_command_in_it(checkout):
+def start(checkout: Path, *command: str, **more: str) -> subprocess.Popen:
+    """Starts launch/run; the caller has to wait for it."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [str(checkout / "launch" / "run"), *command], env=environment(checkout, **more), text=True, **pipes
+    )
+
+
+@pytest.fixture
+def blocked_install(checkout) -> Path:
+    """A named pipe for UV_WAITS_FOR."""
+    pipe = checkout.parent / "pipe"
+    os.mkfifo(pipe)
+    return pipe
+
+
+def wait_until_installing(checkout: Path, process: subprocess.Popen) -> None:
+    while calls(checkout) != ["venv", "pip"]:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def test_creates_the_environment_once_and_runs_the_command_in_it(checkout):
     first = run(
         checkout, "python", "-c", "import sys; print(sys.stdin.read(), sys.argv[1]); sys.exit(7)", "a b", stdin="in"
     )
@@ -76,7 +99,7 @@ def test_makes_the_environment_once_and_runs_the_command_in_it(checkout):
 
 
 @pytest.mark.parametrize("change", ["file", "setting"])
-def test_makes_the_environment_anew_when_what_it_is_made_from_changes(checkout, change):
+def test_recreates_the_environment_when_its_inputs_change(checkout, change):
     assert run(checkout, "true").returncode == 0
     more = {}
     if change == "file":
@@ -86,12 +109,12 @@ def test_makes_the_environment_anew_when_what_it_is_made_from_changes(checkout, 
         more = {"HOROVOD_GPU_OPERATIONS": "NCCL"}
     assert run(checkout, "true", **more).returncode == 0
     assert calls(checkout) == ["venv", "pip"] * 2
-    # A setting stays in force without being mentioned again.
+    # A setting stays in effect without being repeated.
     assert run(checkout, "true").returncode == 0
     assert calls(checkout) == ["venv", "pip"] * 2
 
 
-def test_does_not_build_for_another_rule_of_a_linter(checkout):
+def test_does_not_rebuild_for_a_new_linter_rule(checkout):
     assert run(checkout, "true").returncode == 0
     with (checkout / "pyproject.toml").open("a") as file:
         file.write('\n[tool.another]\nrule = "x"\n')
@@ -99,7 +122,7 @@ def test_does_not_build_for_another_rule_of_a_linter(checkout):
     assert calls(checkout) == ["venv", "pip"]
 
 
-def test_mpi4py_is_built_with_the_sites_mpi(checkout):
+def test_mpi4py_is_built_with_the_site_mpi(checkout):
     assert run(checkout, "true", HVDTRAIN_MPI="site").returncode == 0
     assert calls(checkout) == ["venv", "pip", "pip"]
 
@@ -113,32 +136,26 @@ def test_works_through_symlinks(checkout):
     assert done.stdout.strip() == str(checkout / ".venv")
 
 
-def test_two_at_the_same_time_build_once(checkout):
-    both = [
-        subprocess.Popen(
-            [str(checkout / "launch" / "run"), "sh", "-c", "echo done"],
-            env=environment(checkout),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [each.communicate(timeout=60) for each in both]
-    assert [each.returncode for each in both] == [0, 0]
-    assert [output for output, _ in outputs] == ["done\n", "done\n"]
-    assert "waiting for it" in "".join(errors for _, errors in outputs)
+def test_concurrent_calls_build_once(checkout, blocked_install):
+    first = start(checkout, "sh", "-c", "echo done", UV_WAITS_FOR=str(blocked_install))
+    wait_until_installing(checkout, first)
+    second = start(checkout, "sh", "-c", "echo done")
+    assert "waiting for it" in second.stderr.readline()
+    blocked_install.write_text("go\n")
+    outputs = [each.communicate(timeout=60)[0] for each in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert outputs == ["done\n", "done\n"]
     assert calls(checkout) == ["venv", "pip"]
 
 
-def test_a_broken_set_up_is_tried_again(checkout):
+def test_failed_set_up_is_retried(checkout):
     failed = run(checkout, "echo", "never", UV_FAILS_WITH="boom: no such thing", HOROVOD_GPU_OPERATIONS="NCCL")
     assert failed.returncode == 1
     assert failed.stdout == ""
     assert "boom: no such thing" in failed.stderr
     assert "the set-up failed" in failed.stderr
     assert run(checkout, "echo", "now").stdout == "now\n"
-    # Made with the setting of the first try: asking for it again changes nothing.
+    # Created with the setting of the first try: repeating it changes nothing.
     assert run(checkout, "true", HOROVOD_GPU_OPERATIONS="NCCL").stderr == ""
 
 
@@ -152,13 +169,13 @@ def test_a_broken_set_up_is_tried_again(checkout):
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
     ],
 )
-def test_the_reason_of_a_failure_and_its_remedy_are_told(checkout, uv_says, message):
+def test_failure_message_names_cause_and_remedy(checkout, uv_says, message):
     failed = run(checkout, "true", UV_FAILS_WITH=uv_says)
     assert failed.returncode == 1
     assert message in failed.stderr
 
 
-def test_a_missing_compiler_is_told_before_anything_is_installed(checkout):
+def test_missing_compiler_is_reported_before_installing(checkout):
     failed = run(checkout, "true", CXX="no-such-compiler")
     assert failed.returncode == 1
     assert "needs a C++ compiler, not found (CXX=no-such-compiler)" in failed.stderr
@@ -166,7 +183,7 @@ def test_a_missing_compiler_is_told_before_anything_is_installed(checkout):
     assert calls(checkout) == []
 
 
-def test_too_little_disk_is_told(checkout):
+def test_insufficient_disk_space_is_reported(checkout):
     bootstrap = checkout / "launch" / "bootstrap.py"
     bootstrap.write_text(bootstrap.read_text().replace("NEEDED_DISK_GB = 5", "NEEDED_DISK_GB = 10**9"))
     failed = run(checkout, "true")
@@ -175,40 +192,40 @@ def test_too_little_disk_is_told(checkout):
     assert calls(checkout) == []
 
 
-def test_no_usable_python_is_told(checkout):
+def test_missing_python_is_reported(checkout):
     wrong = run(checkout, "true", HVDTRAIN_PYTHON="/bin/false")
     assert wrong.returncode == 1
-    assert "HVDTRAIN_PYTHON must be a Python from 3.10 to 3.13" in wrong.stderr
+    assert "HVDTRAIN_PYTHON must be Python 3.10 to 3.13" in wrong.stderr
     shell_only = checkout.parent / "shell"
     shell_only.mkdir()
     for tool in ("sh", "dirname", "readlink"):
         (shell_only / tool).symlink_to(shutil.which(tool))
     none = run(checkout, "true", HVDTRAIN_PYTHON="", PATH=str(shell_only))
     assert none.returncode == 1
-    assert "no Python from 3.10 to 3.13 on PATH" in none.stderr
+    assert "no Python 3.10 to 3.13 on PATH" in none.stderr
 
 
 @pytest.mark.parametrize(
     ("command", "code", "message"), [((), 1, "a command is missing"), (("nope",), 127, "not found: nope")]
 )
-def test_bad_commands(checkout, command, code, message):
+def test_invalid_commands(checkout, command, code, message):
     done = run(checkout, *command)
     assert done.returncode == code
     assert message in done.stderr
 
 
 def test_restarts(checkout):
-    """The rest is in test_restarts.py."""
+    """test_restarts.py covers the details."""
     code = "import os, sys; print(os.environ['HVDTRAIN_RESTART'], sys.argv[1:]); sys.exit(7)"
     command = ("--restarts", "1", "--restart-pause=0", "python", "-c", code, "--restarts", "a b")
     done = run(checkout, *command)
     assert done.returncode == 7
     assert done.stdout == "0 ['--restarts', 'a b']\n1 ['--restarts', 'a b']\n"
-    assert "launch/run: the job died with exit code 7; start 2 of at most 2 in 0 s." in done.stderr
+    assert "launch/run: the job ended with exit code 7; start 2 of at most 2 in 0 s." in done.stderr
     assert calls(checkout) == ["venv", "pip"]
 
 
-def test_bad_restarts_are_told_before_anything_is_installed(checkout):
+def test_invalid_restarts_are_reported_before_installing(checkout):
     done = run(checkout, "--restarts", "true")
     assert done.returncode == 1
     assert "--restarts must be a whole number, at least 0. Received: true." in done.stderr
@@ -219,29 +236,23 @@ def test_bad_restarts_are_told_before_anything_is_installed(checkout):
 def test_signals_reach_the_command(checkout):
     assert run(checkout, "true").returncode == 0
     code = (
-        "import signal, sys, time\n"
+        "import signal, sys\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(33))\n"
         "print('up', flush=True)\n"
-        "time.sleep(30)"
+        "signal.pause()"
     )
-    process = subprocess.Popen(
-        [str(checkout / "launch" / "run"), "python", "-c", code],
-        env=environment(checkout),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start(checkout, "python", "-c", code)
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 33
+    process.communicate(timeout=10)
+    assert process.returncode == 33
 
 
-def test_sigterm_during_the_set_up_ends_the_installer_too(checkout):
-    process = subprocess.Popen(
-        [str(checkout / "launch" / "run"), "true"], env=environment(checkout), stderr=subprocess.PIPE, text=True
-    )
-    while calls(checkout) != ["venv", "pip"]:
-        time.sleep(0.05)
+def test_sigterm_during_set_up_also_ends_the_installer(checkout, blocked_install):
+    process = start(checkout, "true", UV_WAITS_FOR=str(blocked_install))
+    wait_until_installing(checkout, process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 128 + signal.SIGTERM
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
     assert run(checkout, "true").returncode == 0
     assert calls(checkout) == ["venv", "pip"] * 2

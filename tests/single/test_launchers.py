@@ -1,6 +1,7 @@
-"""What launch/mpirun.sh and launch/horovodrun.sh make of hosts, ranks and the MPI that is there."""
+"""launch/mpirun.sh and launch/horovodrun.sh: hosts, arguments for each MPI, and error messages."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import horovodrun  # noqa: E402
 import hosts  # noqa: E402
 import mpirun  # noqa: E402
 from arguments import Job  # noqa: E402
-from hosts import Host, find_problems, handed_on, network_to, others, read_hosts, slurm_hosts, spread  # noqa: E402
+from hosts import Host, find_problems, forwarded_names, network_to, read_hosts, remote_names, slurm_hosts, spread  # noqa: E402
 
 FOUR = [Host("far1", 4), Host("far2", 4)]
 
@@ -29,13 +30,13 @@ FOUR = [Host("far1", 4), Host("far2", 4)]
         ("", []),
     ],
 )
-def test_hosts_are_read(text, expected):
+def test_read_hosts(text, expected):
     assert [tuple(host) for host in read_hosts(text)] == expected
 
 
 @pytest.mark.parametrize("text", ["a:4:2", "a:x", "a slots=0", "a:1,a:1", "a b", "a;b"])
-def test_wrong_hosts_are_refused(text):
-    with pytest.raises(ValueError, match="hosts must be given as a:4,b:4"):
+def test_invalid_hosts_are_rejected(text):
+    with pytest.raises(ValueError, match="hosts must have the form a:4,b:4"):
         read_hosts(text)
 
 
@@ -54,26 +55,26 @@ def test_hosts_of_a_slurm_allocation(tasks, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     env = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": tasks}
     assert slurm_hosts(env) == [Host(f"n{i + 1}", slots) for i, slots in enumerate(expected)]
-    with pytest.raises(ValueError, match="scontrol must tell"):
+    with pytest.raises(ValueError, match="scontrol must list"):
         slurm_hosts({**env, "SLURM_JOB_NODELIST": "other"})
 
 
-def test_in_slurm_open_mpi_finds_the_hosts_itself():
+def test_in_slurm_open_mpi_gets_hosts_from_the_scheduler():
     arguments, _ = open_mpi(Job(["true"], FOUR, 8, "ib0", [], "Slurm"))
     assert "-H" not in arguments.split()
     assert "--prefix /env" in arguments
 
 
-def test_this_host_is_not_another_one():
+def test_remote_names_exclude_this_host():
     own = socket.gethostname()
-    assert others([Host("localhost", 1), Host("127.0.0.1", 1), Host(own, 1), Host("far1", 4)]) == ["far1"]
+    assert remote_names([Host("localhost", 1), Host("127.0.0.1", 1), Host(own, 1), Host("far1", 4)]) == ["far1"]
 
 
-def test_what_is_handed_on():
+def test_only_needed_variables_are_forwarded():
     secrets = ("AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "PS1", "PATHFINDER_KEY", "TERMINAL_PASSWORD")
     env = dict.fromkeys(("PATH", "HVDTRAIN_MPI", "NCCL_DEBUG", *secrets), "x")
-    assert handed_on(env) == ["HVDTRAIN_MPI", "NCCL_DEBUG", "PATH"]
-    assert handed_on(env, ["MY_TOKEN"]) == ["HVDTRAIN_MPI", "MY_TOKEN", "NCCL_DEBUG", "PATH"]
+    assert forwarded_names(env) == ["HVDTRAIN_MPI", "NCCL_DEBUG", "PATH"]
+    assert forwarded_names(env, ["MY_TOKEN"]) == ["HVDTRAIN_MPI", "MY_TOKEN", "NCCL_DEBUG", "PATH"]
 
 
 def job(where: list[Host], ranks: int, network: str | None = None) -> Job:
@@ -90,7 +91,7 @@ def test_open_mpi_on_one_host(monkeypatch):
     assert open_mpi(job([], 4)) == ("-np 4 --tag-output --map-by slot --bind-to none", [])
     arguments, notes = open_mpi(job([], 5), as_root=True)
     assert arguments == "-np 5 --tag-output --allow-run-as-root --oversubscribe --map-by slot --bind-to none"
-    assert notes == ["as root (--allow-run-as-root)", "more ranks than cores on this host: they share them"]
+    assert notes == ["as root (--allow-run-as-root)", "more ranks than cores on this host: ranks share cores"]
     assert open_mpi(job([], 5), major=5)[0] == "-np 5 --tag-output --map-by slot:OVERSUBSCRIBE --bind-to none"
 
 
@@ -123,11 +124,11 @@ def test_mpich_and_intel_mpi():
         ("Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005", ("Intel MPI", 2021)),
     ],
 )
-def test_the_mpi_is_recognised(said, expected):
+def test_mpi_implementation_is_detected(said, expected):
     assert mpirun.implementation(said) == expected
 
 
-def test_an_unknown_mpi_is_refused():
+def test_unknown_mpi_is_rejected():
     with pytest.raises(ValueError, match="Received: poe 1"):
         mpirun.implementation("poe 1.3")
 
@@ -144,12 +145,12 @@ def test_horovodrun():
     assert ours.items() >= {"PATH": "/x", "OMPI_MCA_btl_tcp_flags": "send"}.items()
     assert Path(ours["OMPI_MCA_coll_tuned_dynamic_rules_filename"]).is_file()
     assert "SECRET" not in ours
-    # What is set already stays, and the rules with it.
+    # Existing values take precedence, and then no rules are set.
     own = {"OMPI_MCA_btl_tcp_flags": "put", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
     assert horovodrun.environment(own, made) == own
 
 
-def test_a_network_is_found_and_named():
+def test_network_detection():
     assert network_to("127.0.0.1") == "127.0.0.0/8"
     assert network_to("no-such-host.invalid") is None
     assert hosts.interface_in(hosts.ipaddress.ip_network("127.0.0.0/8")) == "lo"
@@ -162,14 +163,14 @@ def test_a_network_is_found_and_named():
         ("exit 0", None),
         (
             "echo absent",
-            "host far must have the same environment in the same place. Received: no /env/bin/python there",
+            "host far must have the same environment at the same path. Received: no /env/bin/python there",
         ),
         ("echo 'ssh: connect to host far port 22: Connection refused' >&2; exit 255", "Connection refused"),
         ("echo 'Host key is bad' >&2; echo 'Permission denied (publickey)' >&2; echo bye >&2; exit 255", "Permission"),
         ("sleep 9", "host far did not answer within 0.1 s"),
     ],
 )
-def test_a_host_that_is_not_ready_is_named(script, expected, tmp_path, monkeypatch):
+def test_host_that_is_not_ready_is_reported(script, expected, tmp_path, monkeypatch):
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -178,7 +179,7 @@ def test_a_host_that_is_not_ready_is_named(script, expected, tmp_path, monkeypat
 
 
 def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess:
-    """As its .sh does, in the environment that is there; unbuffered, as in many containers."""
+    """Runs a launcher as its .sh does, in this environment; with PYTHONUNBUFFERED, as in many containers."""
     command = [sys.executable, str(ROOT / "launch" / f"{launcher}.py"), *arguments]
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -190,13 +191,13 @@ def start(launcher: str, *arguments: str) -> subprocess.CompletedProcess:
     [
         ([], "a command is missing. For example: launch/"),
         (["-np", "0", "true"], "-np must be at least 1. Received: 0"),
-        (["-np", "3", "-H", "a:1,b:1", "true"], "Give a host more: a:2"),
+        (["-np", "3", "-H", "a:1,b:1", "true"], "Increase the slots of a host: a:2"),
         (["--hostfile", "/no/such/file", "true"], "No such file"),
-        (["--hostfile", "/dev/null", "true"], "the file of hosts must name some"),
+        (["--hostfile", "/dev/null", "true"], "the hostfile must name at least one host"),
         (["--env", "NOT_SET_ANYWHERE", "true"], "--env must name variables that are set. Received: NOT_SET_ANYWHERE"),
     ],
 )
-def test_wrong_use_is_refused(launcher, arguments, message):
+def test_invalid_usage_is_rejected(launcher, arguments, message):
     done = start(launcher, *arguments)
     assert done.returncode == 64
     assert message in done.stderr
@@ -204,8 +205,8 @@ def test_wrong_use_is_refused(launcher, arguments, message):
 
 
 def test_ranks_on_this_host():
-    tell = "import os; print(*map(os.environ.get, ('OMPI_COMM_WORLD_RANK', 'PYTHONUNBUFFERED')))"
-    done = start("mpirun", "-np", "3", sys.executable, "-c", tell)
+    show = "import os; print(*map(os.environ.get, ('OMPI_COMM_WORLD_RANK', 'PYTHONUNBUFFERED')))"
+    done = start("mpirun", "-np", "3", sys.executable, "-c", show)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[1,{rank}]<stdout>:{rank} None" for rank in range(3)]
     assert "launch/mpirun.sh: 3 rank(s) on this host by Open MPI 4" in done.stderr
@@ -224,3 +225,29 @@ def test_horovodrun_does_not_import_tensorflow(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "started" in done.stdout
+
+
+def test_horovodrun_with_gloo_shows_no_secrets():
+    """Command lines can be read by all users of a host."""
+    rank = """
+import os, pathlib
+assert os.environ["MY_TOKEN"] == "sesame" * 3
+lines = []
+for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines.append(path.read_text(errors="replace"))
+    except OSError:
+        pass
+print("own command lines:", sum("HOROVOD_RANK=" in line for line in lines))
+print("shown:", sum("sesame" * 3 in line for line in lines))
+"""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "bin" / "horovodrun"), "--gloo", "-np", "1", sys.executable, "-c", rank],
+        env={**os.environ, "MY_TOKEN": "sesame" * 3},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"own command lines: [1-9]", done.stdout), done.stdout
+    assert "shown: 0" in done.stdout, done.stdout

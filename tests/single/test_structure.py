@@ -1,121 +1,133 @@
-"""The arrows between modules, and what importing the package costs."""
+"""The house rules: the order of the packages, the size of their parts, and what importing the package costs."""
 
 import ast
+import collections
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
+from trainers import make_trainer
+
+import hvdtrain
+from hvdtrain.data import Arrays
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
-# Each module may import those before it.
-ORDER = [
-    *(
-        "errors",
-        "files",
-        "config",
-        "process",
-        "supervised",
-        "sampling",
-        "schedule",
-        "messages",
-        "collectives",
-        "runtime",
-        "gpus",
-    ),
-    *(
-        "failure",
-        "replicas",
-        "fused_update",
-        "optimizer",
-        "averaging",
-        "batchnorm",
-        "weight_average",
-        "loss_scale",
-        "losses",
-        "timing",
-    ),
-    *(
-        "gradient_watch",
-        "data",
-        "activations",
-        "metrics",
-        "checkpoint",
-        "report",
-        "run_directory",
-        "xla",
-        "steps",
-        "callbacks",
-        "evaluation",
-    ),
-    *("progress", "intervals", "modes", "run_state", "training_report", "tasks", "building", "trained_run", "trainer"),
-    *("session", "doctor", "bench", "job", "evaluate", "export", "cli", "__main__"),
-]
-
 
 def modules() -> dict[str, ast.Module]:
-    paths = [path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py"]
-    return {module_name(path): ast.parse(path.read_text()) for path in paths}
+    return {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def module_name(path: Path) -> str:
-    name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-    return name.removesuffix(".__init__")
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(tree: ast.Module) -> set[str]:
-    """Modules of ours that are imported, wherever in the file."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            from_package = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= from_package if node.module == "hvdtrain" else {node.module}
-    return found
+def test_packages_import_one_way_and_without_circles():
+    """The contracts are in pyproject.toml, under tool.importlinter."""
+    lint_imports = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([lint_imports], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert "Contracts: 3 kept, 0 broken." in done.stdout
 
 
-def position(name: str) -> int:
-    return ORDER.index(name.split(".")[0])
+def test_few_modules_are_at_the_top():
+    assert sorted(path.stem for path in PACKAGE.glob("*.py")) == ["__init__", "__main__", "errors"]
 
 
-def test_every_module_has_its_place():
-    assert {name.split(".")[0] for name in modules()} == set(ORDER)
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=module_name)
+def test_files_and_constructors_stay_small(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            arguments = node.args
+            parameters = [*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs]
+            assert len(parameters) <= 8, [each.arg for each in parameters]
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_go_one_way(name):
-    ours = {each.removeprefix("hvdtrain.") for each in imported(modules()[name]) if each.startswith("hvdtrain.")}
-    later = {each for each in ours if position(each) > position(name)}
-    assert not later, f"{name} imports {later}, which stand above it"
-    assert "trainer" not in ours or name in ("job", "bench.cases")
-
-
-def test_only_collectives_imports_horovod_and_mpi():
-    foreign = {(name, each.split(".")[0]) for name, tree in modules().items() for each in imported(tree)}
-    users = {name for name, package in foreign if package in ("horovod", "mpi4py")}
-    assert users == {"collectives"}
-
-
-def test_only_process_reads_the_environment():
+def test_only_one_module_reads_the_environment():
     readers = {
         name
         for name, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
     }
-    assert readers == {"process"}
+    assert readers == {"system.environment"}
+
+
+def test_keras_is_entered_in_one_module():
+    """Methods and attributes of Keras' objects are replaced in optim.hooks only."""
+    replaced = {"apply", "scale_loss", "update_state", "update_step", "check_finite", "_clip_gradients", "_moments"}
+    replaced |= {"_apply_weight_decay", "_backend_update_step", "_update_model_variables_moving_average"}
+    places = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and target.attr in replaced
+    }
+    assert places == {"optim.hooks"}
+    assert not [path for path in PACKAGE.rglob("*.py") if '"_hvdtrain_' in path.read_text()]
 
 
 def test_the_loop_calls_no_collective():
-    """The trainer owns the order of things; what ranks do together is done by the modules it calls."""
+    """The trainer owns the order of operations; the modules that it calls communicate."""
+    (protocol,) = (
+        node
+        for node in modules()["distributed.collectives"].body
+        if isinstance(node, ast.ClassDef) and node.name == "Collectives"
+    )
+    collective_operations = {
+        each.name for each in protocol.body if isinstance(each, ast.FunctionDef) and not each.decorator_list
+    }
+    assert {"sum", "allgather", "broadcast", "barrier", "gather_rows"} <= collective_operations
     calls = {
         node.func.attr
-        for node in ast.walk(modules()["trainer"])
+        for node in ast.walk(modules()["training.trainer"])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
     }
-    assert not calls & {"allgather", "sum", "barrier", "all_true", "gradient_reducer"}
+    assert not calls & collective_operations
+
+
+def test_a_synchronous_step_runs_through_few_files(monkeypatch):
+    hvdtrain.init()
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
+    model.compile(optimizer="sgd", loss="mse")
+    steps = 200
+    x = np.ones((steps, 3), np.float32)
+    trainer = make_trainer(
+        model, Arrays(x, x[:, :2]), batch_size=1, epochs=1, log_every=steps, guard_every=steps, check_every=0
+    )
+    calls: collections.Counter[str] = collections.Counter()
+
+    def count(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            calls[str(Path(frame.f_code.co_filename).relative_to(PACKAGE))] += 1
+
+    run_steps = trainer._run_steps
+
+    def run_steps_counted(max_steps):
+        sys.setprofile(count if 50 <= trainer.step < 150 else None)
+        run_steps(max_steps)
+
+    monkeypatch.setattr(trainer, "_run_steps", run_steps_counted)
+    try:
+        trainer.fit()
+    finally:
+        sys.setprofile(None)
+    every_step = {name for name, count in calls.items() if count >= 100}
+    assert every_step == {
+        "training/trainer.py",
+        "training/strategies/sync.py",
+        "training/train_step.py",
+        # A stop request is checked, and a heartbeat sent.
+        "fault_tolerance/job_watch.py",
+        "fault_tolerance/stop_consensus.py",
+    }
 
 
 def run(code: str) -> str:
@@ -130,8 +142,8 @@ def test_importing_the_package_loads_neither_tensorflow_nor_mpi():
     assert output.strip() == "[]"
 
 
-def test_starting_says_nothing_of_its_own():
-    """TensorFlow prints a dozen lines on its start; a user of one rank sees none of them."""
+def test_start_up_prints_nothing():
+    """TensorFlow prints a dozen lines when it starts; a user of one rank sees none of them."""
     assert run("import hvdtrain; print(hvdtrain.init().size)").strip() == "1"
 
 

@@ -1,4 +1,4 @@
-"""The built-in tasks: what their readers take and refuse, and that their networks are those of the papers."""
+"""The built-in tasks: their readers accept and reject the right files, and their networks match the papers."""
 
 import gzip
 import struct
@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.tasks import (
     BUILT_IN,
-    Data,
     Task,
     cifar10,
     load_task,
@@ -23,11 +23,11 @@ from hvdtrain.tasks import (
     text,
 )
 
-NO_DATA = Data(None)
+NO_DATA = Data(Arrays(np.zeros((1, 1))))
 
 
 def samples(source, count=None):
-    """What is evaluated, or the first of it."""
+    """All samples of a source, or the first few, as one batch."""
     batches = source.evaluation_batches(count or source.num_samples, 0, 1, 0, frozenset())
     return next(iter(batches))
 
@@ -64,19 +64,19 @@ def test_cifar10_reads_a_label_and_three_planes(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (record(1, 0, 0, 0)[:-1], r"whole records of 3073 bytes.*data_batch_1.bin, which has 3072 bytes at offset 0"),
+        (record(1, 0, 0, 0)[:-1], r"records of 3073 bytes.*data_batch_1.bin, which has 3072 bytes at offset 0"),
         (record(1, 0, 0, 0) + b"12", r"2 bytes at offset 3073"),
         (b"", r"data_batch_1.bin, which has 0 bytes at offset 0"),
         (record(1, 0, 0, 0) + record(10, 0, 0, 0), r"must be 0 to 9. Received: 10 at offset 3073 of .*\(image 1\)"),
     ],
 )
-def test_cifar10_refuses_with_file_and_offset(content, message, tmp_path):
+def test_cifar10_errors_name_file_and_offset(content, message, tmp_path):
     with pytest.raises(DataError, match=message) as caught:
         cifar10.read_data(write_cifar10(tmp_path, content))
     assert caught.value.exit_code == 65
 
 
-def test_cifar10_evaluates_the_middle_standardised(tmp_path):
+def test_cifar10_evaluates_the_standardised_central_crop(tmp_path):
     rng = np.random.default_rng(1)
     image = rng.integers(0, 256, (3, 32, 32)).astype(np.uint8)
     folder = write_cifar10(tmp_path, record(0, 1, 2, 3), bytes([5]) + image.tobytes())
@@ -87,11 +87,11 @@ def test_cifar10_evaluates_the_middle_standardised(tmp_path):
     assert np.allclose(x[0], (middle - middle.mean()) / middle.std(), atol=1e-4)
 
 
-def test_cifar10_standardises_an_even_image():
+def test_cifar10_standardises_a_uniform_image():
     assert np.all(cifar10.standardised(np.full((1, 24, 24, 3), 7, np.uint8)) == 0)
 
 
-def test_cifar10_distorts_by_the_seed_alone():
+def test_cifar10_distortion_depends_only_on_the_seed():
     image = tf.constant(np.random.default_rng(0).integers(0, 256, (32, 32, 3)).astype(np.uint8))
     one, label = cifar10.distorted(image, tf.constant(4), tf.constant([1, 2]))
     again, _ = cifar10.distorted(image, tf.constant(4), tf.constant([1, 2]))
@@ -122,11 +122,11 @@ def test_cifar10_has_the_network_of_the_tutorial():
     biases = {name: float(model.get_layer(name).bias.numpy()[0]) for name in ("conv1", "conv2", "local3", "local4")}
     assert biases == pytest.approx({"conv1": 0.0, "conv2": 0.1, "local3": 0.1, "local4": 0.1})
     deviations = {name: float(model.get_layer(name).kernel.numpy().std()) for name in ("conv1", "local3")}
-    # A normal distribution cut off at two standard deviations.
+    # A normal distribution truncated at two standard deviations.
     assert deviations == pytest.approx({"conv1": 0.05 * 0.88, "local3": 0.04 * 0.88}, rel=0.05)
 
 
-def test_cifar10_weight_decay_is_that_of_the_tutorial():
+def test_cifar10_has_the_weight_decay_of_the_tutorial():
     """0.004 * sum(w^2) / 2 over the weights of the two large dense layers, and nothing else."""
     model = cifar10.make_model(NO_DATA)
     for variable in model.trainable_variables:
@@ -176,23 +176,23 @@ def test_mnist_reads_idx(suffix, tmp_path):
     [
         (
             {"images": struct.pack(">4I", 0x802, 2, 28, 28)},
-            "must begin with the number 0x00000803. Received: 0x00000802",
+            "must start with the number 0x00000803. Received: 0x00000802",
         ),
-        ({"images": b"\0\0\x08"}, "begins with 16 bytes. Received: .*train-images.*, which has 3"),
+        ({"images": b"\0\0\x08"}, "must have 16 bytes. Received: .*train-images.*, which has 3"),
         ({"images": struct.pack(">4I", 0x803, 2, 28, 28) + b"1"}, "1584 bytes for 2x28x28. Received: 17 bytes"),
         ({"labels": struct.pack(">2I", 0x801, 1) + b"\1"}, "one label for each image.*, 1 labels in"),
         ({"labels": struct.pack(">2I", 0x801, 2) + b"\1\x0a"}, "must be 0 to 9. Received: 10 at offset 9 of"),
     ],
 )
-def test_mnist_refuses_with_file_and_place(files, message, tmp_path):
+def test_mnist_errors_name_the_file(files, message, tmp_path):
     with pytest.raises(DataError, match=message):
         mnist.read_data(write_mnist(tmp_path, **files))
 
 
-def test_mnist_refuses_a_file_that_is_cut_off(tmp_path):
+def test_mnist_rejects_a_truncated_file(tmp_path):
     path = write_mnist(tmp_path, suffix="-ubyte.gz") / "train-images-idx3-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"must be whole. Received: .*train-images-idx3-ubyte.gz"):
+    with pytest.raises(DataError, match=r"must be complete. Received: .*train-images-idx3-ubyte.gz"):
         mnist.read_data(tmp_path)
 
 
@@ -225,21 +225,21 @@ def test_tables(name, content, tmp_path):
             "a text in 'text'.*None and 'x' in .*a.csv, line 2, whose columns are words",
         ),
         ("a.csv", b"text,label\nfine,x\nshort\n", "'short' and None in .*a.csv, line 3"),
-        ("a.csv", b'text,label\n"open,x\n', "rows must be whole. Received: .*a.csv, line 2"),
+        ("a.csv", b'text,label\n"open,x\n', "rows must be well-formed. Received: .*a.csv, line 2"),
         ("a.csv", b"text,label\n", "at least one row. Received: .*a.csv"),
         ("a.jsonl", b'{"text": "a", "label": 1}\n{"text": \n', "must be JSON. Received: .*a.jsonl, line 2"),
         ("a.jsonl", b"[1]\n", r"JSON object. Received: .*a.jsonl, line 1: \[1\]"),
         ("a.jsonl", b'{"text": 5, "label": 1}\n', "Received: 5 and 1 in .*a.jsonl, line 1"),
     ],
 )
-def test_tables_are_refused_with_file_and_line(name, content, message, tmp_path):
+def test_table_errors_name_file_and_line(name, content, message, tmp_path):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         tables.read_rows([path], "text", "label")
 
 
-def test_texts_become_numbers_of_one_length(tmp_path):
+def test_texts_become_token_sequences_of_fixed_length(tmp_path):
     (tmp_path / "train.tsv").write_text("text\tlabel\nthe cat\tb\nthe dog the\ta\n")
     (tmp_path / "test.tsv").write_text("text\tlabel\nThe bird!\ta\n")
     data = text.text_task(max_words=4).read_data(tmp_path)
@@ -250,11 +250,11 @@ def test_texts_become_numbers_of_one_length(tmp_path):
     assert y.numpy().tolist() == [0]
 
 
-def test_a_label_that_only_the_test_has_is_refused(tmp_path):
+def test_label_that_occurs_only_in_the_test_data_is_rejected(tmp_path):
     (tmp_path / "train.csv").write_text("text,label\na,x\n")
     (tmp_path / "test.csv").write_text("text,label\na,x\na,z\n")
     with pytest.raises(
-        DataError, match=r"must occur in the training. Received: 'z' in .*test.csv, line 3; there are 'x'"
+        DataError, match=r"must occur in the training data. Received: 'z' in .*test.csv, line 3; training labels: 'x'"
     ):
         text.TASK.read_data(tmp_path)
 
@@ -262,7 +262,7 @@ def test_a_label_that_only_the_test_has_is_refused(tmp_path):
 # Tabular.
 
 
-def test_tabular_refuses_another_label_with_file_and_offset(tmp_path):
+def test_tabular_reports_an_invalid_label_with_file_and_offset(tmp_path):
     for part, label in (("train", 2), ("test", 1)):
         with tf.io.TFRecordWriter(str(tmp_path / f"{part}.tfrecord")) as writer:
             for value in (1, label):
@@ -281,31 +281,33 @@ def test_tabular_is_5_10_1():
     assert [tuple(v.shape) for v in tabular.make_model(NO_DATA).weights] == [(5, 10), (10,), (10, 1), (1,)]
 
 
-# All of them.
+# All tasks.
 
 
 @pytest.mark.parametrize("name", ["cifar10", "mnist", "mnist-softmax", "tabular", "text"])
-def test_missing_data_are_told_with_where_to_get_them(name, tmp_path):
+def test_missing_data_is_reported_with_its_source(name, tmp_path):
     with pytest.raises(
         DataError, match=rf"--task {name.removesuffix('-softmax')} needs .*no --data-dir.*--make-sample-data"
     ):
         load_task(name).read_data(None)
-    with pytest.raises(DataError, match=r"where there is none\. It is (.*published at http|a table of your own)"):
+    with pytest.raises(
+        DataError, match=r"which contains none\. The data set is (.*published at http|a table of your own)"
+    ):
         load_task(name).read_data(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["cifar10", "mnist", "tabular", "text"])
-def test_sample_data_are_read_by_their_task(name, tmp_path, capsys):
+def test_sample_data_is_readable_by_its_task(name, tmp_path, capsys):
     sample_data.write(name, tmp_path)
     assert f"--task {name} --data-dir {tmp_path}" in capsys.readouterr().out
     task = load_task(name)
     data = task.read_data(tmp_path)
     assert task.make_model(data)(samples(data.evaluation, 2)[0]).shape[0] == 2
-    with pytest.raises(DataError, match="must be a new folder, or an empty one"):
+    with pytest.raises(DataError, match="must be a new or empty folder"):
         sample_data.write(name, tmp_path)
 
 
-def test_tasks_without_files_write_none(tmp_path):
+def test_task_without_files_has_no_sample_data(tmp_path):
     with pytest.raises(UsageError, match="needs a task that reads files"):
         sample_data.write("digits", tmp_path)
 
@@ -324,12 +326,11 @@ def test_every_built_in_task_loads():
     assert all(isinstance(load_task(name), Task) for name in BUILT_IN)
 
 
-# One's own.
+# Custom tasks.
 
-OWN = """
+CUSTOM = """
 import keras, numpy as np, hvdtrain
-from hvdtrain.data import Arrays
-from hvdtrain.tasks import Data
+from hvdtrain.data import Arrays, Data
 
 def read(data_dir):
     x = np.ones((8, 3), "float32")
@@ -343,9 +344,9 @@ NUMBER = 5
 """
 
 
-def test_a_task_of_ones_own(tmp_path, monkeypatch):
+def test_custom_task(tmp_path, monkeypatch):
     path = tmp_path / "own_task.py"
-    path.write_text(OWN)
+    path.write_text(CUSTOM)
     assert load_task(str(path)).loss == "mse"
     assert load_task(f"{path}:OTHER").loss == "mse"
     monkeypatch.chdir(tmp_path)
@@ -362,29 +363,29 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("no_such", r"must name a task \(digits, .*Received: 'no_such'"),
-        ("no_such.py", "a file that there is on every rank. Received: no_such.py"),
+        ("no_such.py", "a file that exists on every rank. Received: no_such.py"),
         ("no_such_module:TASK", "a module that can be imported. Received: 'no_such_module'"),
         ("{file}:NUMBER", "Received: NUMBER of .*, which is a int"),
-        ("{file}:NOTHING", "Received: NOTHING of .*, there is no such attribute"),
+        ("{file}:NOTHING", "Received: NOTHING of .*, which does not exist"),
     ],
 )
-def test_what_is_no_task(name, message, tmp_path):
+def test_invalid_task_names(name, message, tmp_path):
     path = tmp_path / "own_task.py"
-    path.write_text(OWN)
+    path.write_text(CUSTOM)
     with pytest.raises(UsageError, match=message):
         load_task(name.format(file=path))
 
 
-def test_errors_of_ones_own_task_stay_what_they_are(tmp_path):
+def test_errors_in_a_custom_task_propagate(tmp_path):
     path = tmp_path / "broken_task.py"
     path.write_text("import no_such_module_of_mine\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_module_of_mine"):
         load_task(str(path))
 
 
-def test_what_a_task_returns_is_checked():
+def test_return_values_of_a_task_are_checked():
     task = Task(model=lambda data: None, data=lambda folder: (1, 2), loss="mse")
-    with pytest.raises(UsageError, match=r"must return hvdtrain.tasks.Data. Received: \(1, 2\)"):
+    with pytest.raises(UsageError, match=r"must return hvdtrain.data.Data. Received: \(1, 2\)"):
         task.read_data(None)
     with pytest.raises(UsageError, match=r"must return a keras\.Model that is built"):
         task.make_model(NO_DATA)

@@ -1,4 +1,4 @@
-"""What the TensorBoard files of a run hold, read back with TensorBoard's own reader."""
+"""Event files, read back with TensorBoard's own reader."""
 
 import re
 from pathlib import Path
@@ -9,21 +9,22 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hvdtrain.report import Reporter, RunShape, TensorBoardReporter
+from hvdtrain.loggers.reporter import Reporter, RunShape
+from hvdtrain.loggers.tensorboard import TensorBoardReporter
 
 SHAPE = RunShape(total_steps=40, steps_per_epoch=16)
 VALUES = {"loss": 0.25, "accuracy": 0.9, "learning_rate": 0.1, "gradient_norm": 2.5, "examples/s": 1234.5}
 SUMMARY = {"steps": 40, "ranks": 2, "wall_seconds": 3.14, "eval": {}, "weights_sha256": "abc"}
 
 
-class Warned(Reporter):
-    """Keeps the warnings."""
+class WarningRecorder(Reporter):
+    """Records warnings."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
+        self.warnings: list[tuple[int, str]] = []
 
     def warned(self, step, text):
-        self.told.append((step, text))
+        self.warnings.append((step, text))
 
 
 def read_back(folder: Path) -> EventAccumulator:
@@ -100,7 +101,7 @@ def functional(nest: type) -> keras.Model:
     first = keras.layers.Dense(2, name="first")(a)
     second = keras.layers.Flatten()(keras.layers.Embedding(5, 2, name="second")(b))
     outputs = keras.layers.Concatenate()([first, second])
-    # The other way round than the names go: what is mistaken for the other has another shape.
+    # Not in the order of names: inputs that are swapped have the wrong shapes.
     return keras.Model({"b": b, "a": a} if nest is dict else [b, a], outputs)
 
 
@@ -125,15 +126,15 @@ def subclassed() -> keras.Model:
     ids=["sequential", "list", "dict", "subclassed"],
 )
 def test_tensorboard_reads_the_graph(tmp_path, make, recwarn):
-    console = Warned()
+    console = WarningRecorder()
     reporter = TensorBoardReporter(tmp_path, console)
     reporter.model_built(make())
     reporter.close()
-    assert console.told == []
+    assert console.warnings == []
     assert not recwarn.list
     graph = tf.compat.v1.GraphDef.FromString(read_back(tmp_path / "train").Graph().SerializeToString())
     scopes = {part for node in graph.node for part in node.name.split("/")}
-    # TensorFlow numbers scopes that it enters again.
+    # TensorFlow numbers repeated scopes.
     for name in ("first", "second"):
         assert any(re.fullmatch(rf"{name}(_\d+)?", scope) for scope in scopes), scopes
     assert any(node.op == "MatMul" for node in graph.node)
@@ -144,16 +145,16 @@ class Untraceable(keras.Model):
         return inputs.numpy()
 
 
-def test_a_model_that_cannot_be_traced_is_trained_without_a_graph(tmp_path):
+def test_a_model_that_cannot_be_traced_has_no_graph(tmp_path):
     unknown = Subclassed()
     untraceable = Untraceable()
     untraceable(np.ones((4, 3)))
-    console = Warned()
+    console = WarningRecorder()
     reporter = TensorBoardReporter(tmp_path, console)
     for model in (unknown, untraceable):
         reporter.model_built(model)
     reporter.progressed(10, VALUES)
     reporter.close()
-    assert [step for step, _ in console.told] == [0, 0]
-    assert all("TensorBoard shows no graph" in text for _, text in console.told)
+    assert [step for step, _ in console.warnings] == [0, 0]
+    assert all("TensorBoard shows no graph" in text for _, text in console.warnings)
     assert scalars(read_back(tmp_path / "train"), "accuracy") == [(10, np.float32(0.9))]

@@ -1,4 +1,4 @@
-"""TFRecord files, whole and damaged, read as one rank of several would."""
+"""TFRecord files, intact and damaged, read as one of several ranks."""
 
 import os
 from pathlib import Path
@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.collectives import OneProcess
 from hvdtrain.data import TFRecords, evaluation_dataset, record_index, training_dataset
 from hvdtrain.data.record_index import RecordIndex
-from hvdtrain.errors import DataError, UsageError
-from hvdtrain.failure import JobError
-from hvdtrain.sampling import SamplePlan
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import DataError, JobError, UsageError
 
 FEATURES = {"x": tf.io.FixedLenFeature([2], tf.int64), "y": tf.io.FixedLenFeature([], tf.int64)}
 
@@ -26,7 +25,7 @@ def example(number: int, label: tf.train.Feature | None = None) -> bytes:
     def integers(*values: int) -> tf.train.Feature:
         return tf.train.Feature(int64_list=tf.train.Int64List(value=values))
 
-    # Lengths differ, so that no offset is right by chance.
+    # Lengths differ, so that no offset is correct by chance.
     features = {"x": integers(number, 1), "y": label or integers(number % 3), "z": integers(*range(number % 5))}
     return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
 
@@ -64,13 +63,13 @@ def drawn(source, plan: SamplePlan, micro_batches: int, **options) -> list[tuple
 
 
 def become_second_rank(monkeypatch, gathered_from_rank_0: list) -> None:
-    """Makes this process rank 1 of 2 on a host, where rank 0 gives this to one gathering after another.
+    """Makes this process rank 1 of 2 on a host; rank 0 contributes these values to successive allgathers.
 
-    Rank 0 never fails: it adds nothing to the sums.
+    Rank 0 never fails: it contributes 0 to sums.
     """
     from_rank_0 = iter(gathered_from_rank_0)
 
-    class SecondRank(OneProcess):
+    class SecondRank(SingleProcessCollectives):
         size, local_rank, local_size = 2, 1, 2
 
         def __init__(self):
@@ -79,7 +78,7 @@ def become_second_rank(monkeypatch, gathered_from_rank_0: list) -> None:
         def allgather(self, value):
             return [next(from_rank_0), value]
 
-    monkeypatch.setattr("hvdtrain.runtime.collectives", SecondRank)
+    monkeypatch.setattr("hvdtrain.distributed.runtime.collectives", SecondRank)
 
 
 def offset_of(path: Path, record: int) -> int:
@@ -107,7 +106,7 @@ def test_each_sample_once_over_ranks(folder, size):
     assert [n for share in shares for x, _ in share.as_numpy_iterator() for n in x[:, 0]] == list(range(30))
 
 
-def test_beginning_later_equals_skipping(folder):
+def test_starting_later_equals_skipping(folder):
     source = open_files(folder / "*.tfrecord")
     plan = SamplePlan(num_samples=30, batch_size=4, rank=1, size=2)
     assert drawn(source, plan, 3, first_micro_batch=6) == drawn(source, plan, 9)[6:]
@@ -130,12 +129,12 @@ def test_augmentation_does_not_depend_on_the_number_of_ranks(folder):
 
 def parse_batch(serialized):
     features = tf.io.parse_example(serialized, FEATURES)
-    if tf.size(serialized) == 0:  # Never; but that a tensor may be asked.
+    if tf.size(serialized) == 0:  # Never true; shows that parse may branch on tensors.
         features["x"] -= 1
     return features["x"], features["y"]
 
 
-def test_a_batch_can_be_parsed_at_once(folder):
+def test_batched_parse_equals_parse(folder):
     plan = SamplePlan(num_samples=30, batch_size=4, seed=1)
 
     def augment(x, y, seed):
@@ -152,7 +151,7 @@ def test_a_batch_can_be_parsed_at_once(folder):
     assert [bad.number for bad in at_once.find_bad(np.arange(5))] == [3]
 
 
-def test_sample_weights_and_other_results(whole):
+def test_sample_weights_and_invalid_results(whole):
     source = open_files(whole, parse=lambda s: (*parse(s), 0.5))
     assert source.has_sample_weights
     data, _ = next(iter(training_dataset(source, SamplePlan(num_samples=10, batch_size=5))))
@@ -171,33 +170,33 @@ def test_files_are_found_by_path_pattern_and_list(folder):
     assert caught.value.exit_code == 65
 
 
-def test_the_index_is_kept_until_the_file_changes(folder, monkeypatch):
-    walked = []
+def test_index_is_cached_until_the_file_changes(folder, monkeypatch):
+    scanned = []
 
     def index_records(path: Path) -> RecordIndex:
-        walked.append(path)
+        scanned.append(path)
         return walk(path)
 
     walk = record_index.index_records
     monkeypatch.setattr(record_index, "index_records", index_records)
     facts = open_files(folder / "*.tfrecord").facts()
-    assert len(walked) == 3
+    assert len(scanned) == 3
     assert open_files(folder / "*.tfrecord").facts() == facts
-    assert len(walked) == 3
+    assert len(scanned) == 3
     write(folder / "0.tfrecord", [example(number) for number in range(7)])
     changed = open_files(folder / "*.tfrecord")
-    assert walked[3:] == [folder / "0.tfrecord"]
+    assert scanned[3:] == [folder / "0.tfrecord"]
     assert changed.num_samples == 27
     assert changed.facts() != facts
     os.utime(folder / "2.tfrecord", ns=(0, 0))
     open_files(folder / "*.tfrecord")
-    assert walked[4:] == [folder / "2.tfrecord"]
+    assert scanned[4:] == [folder / "2.tfrecord"]
     for entry in (folder / "cache" / "index").iterdir():
         entry.write_bytes(entry.read_bytes()[:100])
     assert open_files(folder / "*.tfrecord").num_samples == 27
 
 
-def test_a_changed_gzip_file_is_unpacked_again(folder):
+def test_changed_gzip_file_is_unpacked_again(folder):
     path = folder / "1.tfrecord"
     assert open_files(path).num_samples == 10
     (before,) = (folder / "cache" / "unpacked").iterdir()
@@ -210,8 +209,8 @@ def test_a_changed_gzip_file_is_unpacked_again(folder):
     assert after != before
 
 
-def test_a_cache_that_cannot_be_written(folder):
-    """Where the folder should be stands a file: nobody can write there, not even root."""
+def test_unwritable_cache(folder):
+    """A file takes the folder's place, so that not even root can write there."""
     no_folder = folder / "file"
     no_folder.write_text("")
     assert open_files(folder / "0.tfrecord", cache_dir=no_folder).num_samples == 10
@@ -221,28 +220,28 @@ def test_a_cache_that_cannot_be_written(folder):
 
 
 @pytest.mark.parametrize("left_bytes", [5, 14])
-def test_a_truncated_last_record(whole, left_bytes):
+def test_truncated_last_record(whole, left_bytes):
     start = offset_of(whole, 9)
     os.truncate(whole, start + left_bytes)
     source = open_files(whole)
     assert source.num_samples == 9
     (bad,) = source.bad_samples
     assert (bad.number, bad.where) == (-1, f"{whole}, record 9 at offset {start} bytes")
-    assert "cut off" in bad.cause
+    assert "truncated" in bad.cause
     assert f"{left_bytes} " in bad.cause
 
 
-def test_a_corrupt_length(whole):
+def test_corrupt_length(whole):
     start, end = offset_of(whole, 4), whole.stat().st_size
     change_byte(whole, start)
-    for source in (open_files(whole), open_files(whole)):  # walked through, and from the cache
+    for source in (open_files(whole), open_files(whole)):  # scanned, and from the cache
         assert source.num_samples == 4
         (bad,) = source.bad_samples
         assert bad.where == f"{whole}, record 4 at offset {start} bytes"
-        assert bad.cause == f"the checksum of a record's length is wrong: {end - start} bytes cannot be read"
+        assert bad.cause == f"wrong checksum of a record's length: {end - start} bytes cannot be read"
 
 
-def test_a_corrupt_byte_of_data_fails_its_batch_alone(whole):
+def test_corrupt_data_fails_only_its_batch(whole):
     start = offset_of(whole, 6)
     change_byte(whole, start + 12)
     source = open_files(whole)
@@ -251,13 +250,13 @@ def test_a_corrupt_byte_of_data_fails_its_batch_alone(whole):
     iterator = iter(training_dataset(source, plan))
     for _ in range(3):
         next(iterator)
-    with pytest.raises(tf.errors.OpError, match=f"record 6 at offset {start} bytes: data checksum is wrong"):
+    with pytest.raises(tf.errors.OpError, match=f"record 6 at offset {start} bytes: wrong data checksum"):
         next(iterator)
     (bad,) = source.find_bad(plan.numbers(3))
     assert (bad.number, bad.where, bad.cause) == (
         6,
         f"{whole}, record 6 at offset {start} bytes",
-        "data checksum is wrong",
+        "wrong data checksum",
     )
     after = drawn(source, plan, 7, first_micro_batch=3, excluded=frozenset({bad.number}))
     assert after == [([7], 0.5), ([8, 9], 1.0), ([0, 1], 1.0), ([2, 3], 1.0), ([4, 5], 1.0), ([7], 0.5), ([8, 9], 1.0)]
@@ -265,7 +264,7 @@ def test_a_corrupt_byte_of_data_fails_its_batch_alone(whole):
     assert [x[:, 0].tolist() for x, _ in evaluation.as_numpy_iterator()] == [[4, 5, 7], [8, 9]]
 
 
-def test_a_feature_of_another_type(tmp_path):
+def test_feature_of_another_type(tmp_path):
     text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"one"]))
     first = write(tmp_path / "0.tfrecord", [example(number) for number in range(4)])
     second = write(tmp_path / "1.tfrecord", [example(4), example(5, text)])
@@ -277,7 +276,7 @@ def test_a_feature_of_another_type(tmp_path):
     assert bad.cause == "Key: y. Data types don't match. Data type: string but expected type: int64"
 
 
-def test_a_record_of_another_shape(whole):
+def test_record_of_another_shape(whole):
     def two_bytes(serialized):
         return tf.reshape(tf.io.decode_raw(serialized, tf.uint8), [2]), 0
 
@@ -292,10 +291,10 @@ def test_a_record_of_another_shape(whole):
 
 
 @pytest.mark.parametrize("damage", ["cut", "corrupt", "found late"])
-def test_a_damaged_gzip_file_is_used_up_to_the_damage(tmp_path, damage):
+def test_damaged_gzip_file_is_used_up_to_the_damage(tmp_path, damage):
     random = np.random.default_rng(0)
-    # Random, so that the middle of the file is the middle of the records. What cannot be packed at all is
-    # stored as it is, and damage to that is found by the checksum at the end of the file.
+    # Random, so that the middle of the file is the middle of the records. Incompressible data is stored
+    # uncompressed; damage to it is detected only by the checksum at the end of the file.
     largest = 255 if damage == "found late" else 15
     records = [random.integers(0, largest, 1000, np.uint8, endpoint=True).tobytes() for _ in range(100)]
     path = write(tmp_path / "a.tfrecord.gz", records, "GZIP")
@@ -317,7 +316,7 @@ def test_a_damaged_gzip_file_is_used_up_to_the_damage(tmp_path, damage):
         assert not source.find_bad(np.arange(source.num_samples))
 
 
-def test_gzip_members_one_after_another(tmp_path):
+def test_concatenated_gzip_members(tmp_path):
     parts = [write(tmp_path / f"{i}", [example(i)], "GZIP") for i in range(3)]
     joined = tmp_path / "joined.tfrecord"
     joined.write_bytes(b"".join(part.read_bytes() for part in parts) + bytes(512))
@@ -326,7 +325,7 @@ def test_gzip_members_one_after_another(tmp_path):
     assert not source.bad_samples
 
 
-def test_a_plain_file_that_begins_like_a_gzip_file(tmp_path):
+def test_plain_file_that_starts_like_a_gzip_file(tmp_path):
     path = write(tmp_path / "a.tfrecord", [bytes(0x088B1F)])
     assert path.read_bytes()[:3] == b"\x1f\x8b\x08"
     assert open_files(path, parse=lambda s: (s, 0)).num_samples == 1
@@ -347,40 +346,40 @@ def test_empty_files(whole):
         open_files(write(whole.with_name("packed.tfrecord"), [], "GZIP"))
 
 
-def test_a_file_that_changes_while_it_is_read(folder):
+def test_file_that_changes_while_it_is_read(folder):
     source = open_files(folder / "*.tfrecord")
     source.check_unchanged()
     size = (folder / "2.tfrecord").stat().st_size
     with open(folder / "2.tfrecord", "ab") as file:
         file.write(b"more")
-    with pytest.raises(DataError, match=rf"2\.tfrecord, which had {size} bytes and has {size + 4} now"):
+    with pytest.raises(DataError, match=rf"2\.tfrecord, which had {size} bytes and now has {size + 4}"):
         source.check_unchanged()
     (folder / "2.tfrecord").unlink()
     with pytest.raises(DataError, match=r"2\.tfrecord"):
         source.check_unchanged()
 
 
-def test_a_file_that_shrinks_while_it_is_read(whole):
+def test_file_that_shrinks_while_it_is_read(whole):
     source = open_files(whole)
     os.truncate(whole, offset_of(whole, 8) + 20)
     assert [(bad.number, bad.cause.split(":")[0]) for bad in source.find_bad(np.arange(7, 10))] == [
-        (8, "the record is cut off"),
-        (9, "the record is cut off"),
+        (8, "the record is truncated"),
+        (9, "the record is truncated"),
     ]
 
 
-def test_another_rank_must_find_the_files_of_rank_0(folder, monkeypatch):
-    """Rank 0's index is of a file one byte longer."""
+def test_all_ranks_must_find_the_files_of_rank_0(folder, monkeypatch):
+    """Rank 0 has indexed a file that is one byte longer."""
     index = record_index.index_records(folder / "0.tfrecord")
     longer = RecordIndex(index.offsets, index.lengths, index.file_bytes + 1, None)
-    # What rank 0 gathers: its index, and that it has not failed.
+    # What rank 0 contributes: its index, and no error.
     from_rank_0 = [[longer], None]
     become_second_rank(monkeypatch, from_rank_0)
     with pytest.raises(JobError, match=rf"{index.file_bytes} bytes on this rank, {index.file_bytes + 1} on rank 0"):
         open_files(folder / "0.tfrecord")
 
 
-def test_only_rank_0_looks_records_up(folder, monkeypatch):
+def test_only_rank_0_scans_the_files(folder, monkeypatch):
     index = record_index.index_records(folder / "0.tfrecord")
     from_rank_0 = [[index], []]
     become_second_rank(monkeypatch, from_rank_0)

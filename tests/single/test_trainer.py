@@ -1,4 +1,4 @@
-"""The trainer on one rank: which step things happen at, what is told, and its small parts by themselves."""
+"""The trainer on one rank: what happens at which step, what is reported, and its small parts."""
 
 import threading
 import time
@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain.collectives import OneProcess
 from hvdtrain.data import Arrays, BadSample, Stream
 from hvdtrain.data.bad_samples import BadSampleQuota
-from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
-from hvdtrain.failure import JobError
-from hvdtrain.loss_scale import require_usable_loss_scale
-from hvdtrain.report import Reporter
-from hvdtrain.timing.profiler import Profiler
-from hvdtrain.timing.step_times import skew
-from hvdtrain.weight_average import averaged_weights
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import JobError, NonFiniteError, StoppedEarly, UsageError
+from hvdtrain.loggers.reporter import Reporter
+from hvdtrain.optim.distributed_optimizer import is_distributed
+from hvdtrain.optim.ema import ema_weights
+from hvdtrain.optim.loss_scaling import require_usable_loss_scale
+from hvdtrain.training.step_times import skew
 
 hvdtrain.init()
 RNG = np.random.default_rng(0)
@@ -34,7 +34,9 @@ def make_model(optimizer="sgd", **options) -> keras.Model:
     return model
 
 
-class Told(Reporter):
+class Recorder(Reporter):
+    """Records events; the test sets ``trainer``."""
+
     def __init__(self):
         self.events: list[tuple] = []
 
@@ -51,68 +53,74 @@ class Told(Reporter):
         weights, gradients = groups["weights"], groups["gradients"]
         assert [weights[path].shape for path in weights] == [gradients[path].shape for path in weights]
 
+    def profile_begins(self):
+        self.events.append(("profile begins", self.trainer.step))
+
+    def profile_ends(self):
+        self.events.append(("profile ends", self.trainer.step))
+
     def steps(self, name: str) -> list[int]:
         return [step for event, step in self.events if event == name]
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 4, 10, 100])
-def test_things_happen_at_the_steps_asked_for(steps_per_call):
-    told = Told()
-    profiled = []
-
-    class Marks(Profiler):
-        def before(self, step):
-            profiled.append(step)
-
-    trainer = hvdtrain.Trainer(
+@pytest.mark.parametrize("steps_per_execution", [1, 4, 10, 100])
+def test_events_happen_at_their_steps(steps_per_execution):
+    recorder = Recorder()
+    trainer = make_trainer(
         make_model(),
         Arrays(X, Y),
         Arrays(X, Y),
         batch_size=7,
         steps=33,
-        steps_per_call=steps_per_call,
+        steps_per_execution=steps_per_execution,
         log_every=5,
         eval_every=8,
         histograms_every=12,
-        reporter=told,
-        profiler=Marks(14, 15),
+        reporter=recorder,
+        profile_steps="14:15",
     )
+    recorder.trainer = trainer
     summary = trainer.fit()
     assert summary["steps"] == 33
-    assert told.steps("progressed") == [5, 10, 15, 20, 25, 30, 33]
-    assert told.steps("evaluated") == [8, 16, 24, 32, 33]
-    assert told.steps("histograms") == [12, 24]
-    assert {13, 15} <= set(profiled)
+    assert recorder.steps("progressed") == [5, 10, 15, 20, 25, 30, 33]
+    assert recorder.steps("evaluated") == [8, 16, 24, 32, 33]
+    assert recorder.steps("histograms") == [12, 24]
+    # The steps 14 and 15, however many steps a call makes; and at the end of the run.
+    assert recorder.steps("profile begins")[0] == 13
+    assert recorder.steps("profile ends") == [15, 33]
 
 
-def test_the_norm_and_the_copies_are_of_the_last_gradient():
-    told = Told()
+def test_norm_and_copies_are_of_the_last_gradient():
+    recorder = Recorder()
     model = make_model(keras.optimizers.SGD(0.0, global_clipnorm=1e-3))
-    trainer = hvdtrain.Trainer(model, Arrays(X, Y), batch_size=70, steps=2, histograms_every=1, reporter=told)
+    trainer = make_trainer(model, Arrays(X, Y), batch_size=70, steps=2, histograms_every=1, reporter=recorder)
+    recorder.trainer = trainer
     trainer.fit()
     with tf.GradientTape() as tape:
         value = model.loss(Y, model(X))
     gradients = tape.gradient(value, model.trainable_variables)
-    assert trainer._gradients.norm() == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
+    assert trainer._runner.monitor.norm() == pytest.approx(float(tf.linalg.global_norm(gradients)), rel=1e-5)
     for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-        assert told.groups["gradients"][variable.path] == pytest.approx(gradient.numpy(), abs=1e-6)
+        assert recorder.groups["gradients"][variable.path] == pytest.approx(gradient.numpy(), abs=1e-6)
 
 
 def test_activations_are_those_of_the_layers():
-    told = Told()
+    recorder = Recorder()
     model = keras.Sequential([layers.Input((5,)), layers.Dense(6), layers.Dropout(0.5), layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=keras.optimizers.SGD(0.0), loss=loss, metrics=["accuracy"])
-    hvdtrain.Trainer(model, Arrays(X, Y), batch_size=70, steps=1, histograms_every=1, reporter=told).fit()
-    assert list(told.groups["activations"]) == [layer.name for layer in model.layers]
+    trainer = make_trainer(model, Arrays(X, Y), batch_size=70, steps=1, histograms_every=1, reporter=recorder)
+    recorder.trainer = trainer
+    trainer.fit()
+    assert list(recorder.groups["activations"]) == [layer.name for layer in model.layers]
     values = tf.constant(X[:32])
     for layer in model.layers:
         values = layer(values, training=False)
-        assert np.allclose(told.groups["activations"][layer.name], values, atol=1e-6)
+        assert np.allclose(recorder.groups["activations"][layer.name], values, atol=1e-6)
 
 
 def test_a_model_can_be_trained_twice():
-    """The second trainer's hooks replace the first's: an epoch after an epoch is two epochs."""
+    """The second trainer's hooks replace the first's: two trainers of one epoch are one of two epochs."""
     twice, once = make_model("adam"), make_model("adam")
 
     def fail(*_):
@@ -120,16 +128,27 @@ def test_a_model_can_be_trained_twice():
 
     # The same order in each epoch: one batch holds them all.
     for _ in range(2):
-        trainer = hvdtrain.Trainer(twice, Arrays(X, Y), batch_size=70, epochs=1, on_nan="skip")
+        trainer = make_trainer(twice, Arrays(X, Y), batch_size=70, epochs=1, on_nan="skip")
         trainer.fit()
-        trainer._gradients.poison = fail
-    hvdtrain.Trainer(once, Arrays(X, Y), batch_size=70, epochs=2).fit()
+        trainer._runner.monitor.mark_non_finite = fail
+    make_trainer(once, Arrays(X, Y), batch_size=70, epochs=2).fit()
     for a, b in zip(twice.weights, once.weights, strict=True):
         assert a.numpy() == pytest.approx(b.numpy(), abs=1e-6)
 
 
-def test_a_step_that_uses_its_metrics_in_a_way_of_its_own():
-    """Keras cannot make the metrics' variables beforehand from labels and outputs: the first step makes them."""
+@pytest.mark.parametrize("on_nan", ["stop", "skip"])
+def test_plain_fit_works_after_the_trainer(on_nan):
+    """The hooks of the trainer's loop are gone, those of the distributed optimizer stay."""
+    model = make_model("adam")
+    make_trainer(model, Arrays(X, Y), batch_size=70, epochs=1, on_nan=on_nan).fit()
+    before = [each.numpy() for each in model.weights]
+    model.fit(X, Y, batch_size=16, verbose=0)
+    assert all(np.any(each.numpy() != old) for each, old in zip(model.weights, before, strict=True))
+    assert is_distributed(model.optimizer)
+
+
+def test_a_train_step_that_uses_its_metrics_in_its_own_way():
+    """Keras cannot derive the metrics' variables from labels and outputs: the first step creates them."""
 
     class Autoencoder(keras.Sequential):
         def train_step(self, data):
@@ -145,11 +164,11 @@ def test_a_step_that_uses_its_metrics_in_a_way_of_its_own():
     strange = np.zeros((70, 2, 3), np.float32)
     with pytest.raises(ValueError, match="shape"):
         model._symbolic_build(data_batch=(keras.KerasTensor((None, 5)), keras.KerasTensor((None, 2, 3))))
-    summary = hvdtrain.Trainer(model, Arrays(X, strange), batch_size=70, steps=3, log_every=1).fit()
+    summary = make_trainer(model, Arrays(X, strange), batch_size=70, steps=3, log_every=1).fit()
     assert summary["metrics"]["error"] > 0
 
 
-def test_eager_models_and_steps_of_the_users_own():
+def test_eager_models_and_custom_train_steps():
     class Own(keras.Model):
         def __init__(self):
             super().__init__()
@@ -166,36 +185,52 @@ def test_eager_models_and_steps_of_the_users_own():
             self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
             return {}
 
+    class OwnScaled(Own):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.optimizer.scale_loss(self.compute_loss(y=y, y_pred=self(x, training=True)))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {}
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     for eager in (False, True):
         model = Own()
         model(X[:1])
         model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy", run_eagerly=eager)
-        # On one rank every step counts in full: nothing has to be weighted.
-        assert hvdtrain.Trainer(model, Arrays(X, Y), batch_size=16, epochs=1).fit()["steps"] == 5
-        # With accumulation the last step is cut into parts of other sizes.
-        model = Own()
-        model(X[:1])
-        optimizer = keras.optimizers.SGD(gradient_accumulation_steps=4)
-        model.compile(optimizer=optimizer, loss="sparse_categorical_crossentropy", run_eagerly=eager)
-        with pytest.raises(UsageError, match=r"must call self\.optimizer\.scale_loss"):
-            hvdtrain.Trainer(model, Arrays(X, Y), batch_size=4, epochs=1, accumulate=4).fit()
+        # On one rank every step has full weight: nothing is weighted.
+        assert make_trainer(model, Arrays(X, Y), batch_size=16, epochs=1).fit()["steps"] == 5
+        # With accumulation the last step is cut into micro-batches of other sizes.
+        # There are gradients to weigh instead of losses.
+        trained = []
+        for model_class in (Own, OwnScaled):
+            keras.utils.set_random_seed(3)
+            model = model_class()
+            model(X[:1])
+            optimizer = keras.optimizers.SGD(gradient_accumulation_steps=4)
+            model.compile(optimizer=optimizer, loss=loss, run_eagerly=eager)
+            make_trainer(model, Arrays(X, Y), batch_size=4, epochs=1, gradient_accumulation_steps=4).fit()
+            trained.append([variable.numpy() for variable in model.weights])
+        for own, scaled in zip(*trained, strict=True):
+            assert own == pytest.approx(scaled, abs=1e-6)
 
 
-def test_averaged_weights_come_and_go():
+def test_ema_weights_are_exchanged_and_restored():
     model = make_model(keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.9))
     model.fit(X, Y, verbose=0, epochs=2)
-    model.optimizer.finalize_variable_values = None  # fit() has put the average in place; train on
+    model.optimizer.finalize_variable_values = None  # fit() has assigned the EMA; continue to train
     model.trainable_variables[0].assign_add(tf.ones((5, 6)))
     own = model.trainable_variables[0].numpy()
     average = model.optimizer._model_variables_moving_average[0].numpy()
-    with averaged_weights(model.optimizer):
+    with ema_weights(model):
         assert np.array_equal(model.trainable_variables[0].numpy(), average)
     assert np.array_equal(model.trainable_variables[0].numpy(), own)
     assert np.array_equal(model.optimizer._model_variables_moving_average[0].numpy(), average)
 
 
-class TwoRanks(OneProcess):
-    """This rank's values, and another's."""
+class TwoRanks(SingleProcessCollectives):
+    """This rank's values, and those of another."""
 
     size = 2
 
@@ -206,12 +241,12 @@ class TwoRanks(OneProcess):
         return [value, self._other if isinstance(value, set) else value]
 
 
-def test_a_bad_sample_that_two_ranks_meet_counts_once(capfd):
+def test_a_bad_sample_found_by_two_ranks_counts_once(capfd):
     bad = [BadSample(number=i, where=f"file, record {i}", cause="torn") for i in range(3)]
     quota = BadSampleQuota(2, TwoRanks({"file, record 0", "file, record 1"}))
     quota.note_found(bad[:1])
     assert quota.total() == 2
-    assert "left out file, record 0: torn" in capfd.readouterr().err
+    assert "skipped file, record 0: torn" in capfd.readouterr().err
     quota = BadSampleQuota(2, TwoRanks({"file, record 1", "file, record 2"}))
     quota.note_found(bad[:1])
     with pytest.raises(JobError, match=r"at most 2 samples may be unreadable\. Received: 3") as caught:
@@ -219,14 +254,14 @@ def test_a_bad_sample_that_two_ranks_meet_counts_once(capfd):
     assert caught.value.exit_code == 65
 
 
-def test_skew_names_the_rank_that_is_last():
+def test_skew_names_the_slowest_rank():
     ready = np.array([[1.0, 1.0, 5.0, 1.0], [2.0, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
-    told = skew(ready, ["a", "b", "c"])
-    assert (told["slowest_rank"], told["slowest_host"], told["slowest_share"]) == (1, "b", 0.75)
-    assert told["ratio"] == 2.0
+    found = skew(ready, ["a", "b", "c"])
+    assert (found["slowest_rank"], found["slowest_host"], found["slowest_share"]) == (1, "b", 0.75)
+    assert found["ratio"] == 2.0
 
 
-def test_a_loss_scale_that_only_falls_is_a_nan():
+def test_a_loss_scale_that_only_falls_means_a_nan():
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), initial_scale=2.0**-9)
     optimizer.build(make_model().trainable_variables)
     require_usable_loss_scale(optimizer, 7)
@@ -235,40 +270,86 @@ def test_a_loss_scale_that_only_falls_is_a_nan():
         require_usable_loss_scale(optimizer, 7)
 
 
-def test_nan_ends_one_rank_too():
+@pytest.mark.parametrize(("initial_scale", "overflows"), [(2.0, False), (2.0**100, True)])
+def test_skipped_steps_are_counted_in_steps_not_in_micro_batches(initial_scale, overflows):
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(2, dtype="mixed_float16")])
+    sgd = keras.optimizers.SGD(0.01, gradient_accumulation_steps=2)
+    model.compile(optimizer=keras.optimizers.LossScaleOptimizer(sgd, initial_scale=initial_scale), loss="mse")
+    x = np.ones((36, 3), np.float32)
+    summary = make_trainer(model, Arrays(x, x[:, :2]), batch_size=2, steps=9, gradient_accumulation_steps=2).fit()
+    assert summary["skipped_steps"] == (9 if overflows else 0)
+
+
+def test_nan_ends_a_single_rank():
     x = X.copy()
     x[3] = np.nan
     with pytest.raises(NonFiniteError, match="the loss on rank 0 is not finite"):
-        hvdtrain.Trainer(make_model(), Arrays(x, Y), batch_size=70, epochs=1).fit()
-    summary = hvdtrain.Trainer(make_model(), Arrays(x, Y), batch_size=10, epochs=2, on_nan="skip").fit()
+        make_trainer(make_model(), Arrays(x, Y), batch_size=70, epochs=1).fit()
+    summary = make_trainer(make_model(), Arrays(x, Y), batch_size=10, epochs=2, on_nan="skip").fit()
     assert summary["skipped_steps"] == 2
 
 
-def test_a_model_that_is_not_ready_is_refused():
-    unbuilt = keras.Sequential([layers.Dense(3)])
-    unbuilt.compile(optimizer="sgd", loss="mse")
+def test_a_model_that_is_not_compiled_is_refused():
     uncompiled = keras.Sequential([layers.Input((5,)), layers.Dense(3)])
-    for model in (unbuilt, uncompiled):
-        with pytest.raises(UsageError, match="must be built and compiled with an optimizer"):
-            hvdtrain.Trainer(model, Arrays(X, Y), batch_size=7, epochs=1)
+    with pytest.raises(UsageError, match="must be compiled with an optimizer"):
+        make_trainer(uncompiled, Arrays(X, Y), batch_size=7, epochs=1)
+
+
+def test_a_model_that_is_not_built_is_built_by_its_first_step():
+    unbuilt = keras.Sequential([layers.Dense(3)])
+    unbuilt.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+    assert make_trainer(unbuilt, Arrays(X, Y), batch_size=16, epochs=1).fit()["steps"] == 5
+
+
+def test_what_a_step_returns_is_logged_under_its_names():
+    class Renaming(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(3)
+            self.total = keras.metrics.Mean(name="total_loss")
+
+        @property
+        def metrics(self):
+            return [self.total]
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self.dense(x))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            self.total.update_state(loss)
+            return {"loss": self.total.result(), "largest": tf.reduce_max(self.dense.kernel)}
+
+        def test_step(self, data):
+            x, y = data
+            self.total.update_state(self.compute_loss(y=y, y_pred=self.dense(x)))
+            return {"loss": self.total.result()}
+
+    model = Renaming()
+    model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    logged = {}
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, values: logged.update(values))
+    make_trainer(model, Arrays(X, Y), Arrays(X, Y), batch_size=16, epochs=1, callbacks=[callback]).fit()
+    assert sorted(logged) == ["largest", "loss", "val_loss"]
+    assert logged["largest"] == pytest.approx(float(tf.reduce_max(model.dense.kernel)))
+    assert logged["val_loss"] < logged["loss"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_nan": "halt"}, "on_nan must be one of stop, skip, ignore. Received: 'halt'"),
+        ({"on_nan": "halt"}, "--on-nan must be one of stop, skip, ignore. Received: 'halt'"),
         ({"callbacks": ["adam"]}, "callbacks must be Keras callbacks"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(UsageError, match=message):
-        hvdtrain.Trainer(make_model(), Arrays(X, Y), batch_size=7, epochs=1, **options)
-    with pytest.raises(UsageError, match="1 <= first step <= last step"):
-        Profiler(3, 2)
+        make_trainer(make_model(), Arrays(X, Y), batch_size=7, epochs=1, **options)
 
 
-def test_a_stop_is_heard_while_a_rank_waits_for_input():
-    """The step that waits is made, and no other: its ranks are in a reduction already."""
+def test_a_stop_request_is_received_while_a_rank_waits_for_input():
+    """The step that waits is completed, and no other: its ranks are in a reduction already."""
     flows, noted = threading.Event(), {}
     flows.set()
 
@@ -292,14 +373,14 @@ def test_a_stop_is_heard_while_a_rank_waits_for_input():
             time.sleep(0.5)
         watch.request_stop("asked")
         time.sleep(0.5)
-        noted["heard"], noted["step then"] = watch.stop_is_coming, trainer.step
+        noted["received"], noted["step then"] = watch.stop_requested, trainer.step
         flows.set()
 
     with hvdtrain.JobWatch() as watch:
         data = Stream(tf.data.Dataset.from_tensor_slices((X, Y)), transform=blocked)
-        trainer = hvdtrain.Trainer(make_model(), data, batch_size=7, epochs=10, callbacks=[Block()], watch=watch)
+        trainer = make_trainer(make_model(), data, batch_size=7, epochs=10, callbacks=[Block()], job_watch=watch)
         with pytest.raises(StoppedEarly):
             trainer.fit()
-    assert noted["heard"]
+    assert noted["received"]
     assert noted["step then"] == noted["step"] < 100
     assert trainer.step == noted["step"] + 1

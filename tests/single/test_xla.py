@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain import process
 from hvdtrain.data import Arrays
 from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.system import devices
 
 hvdtrain.init()
 RNG = np.random.default_rng(0)
@@ -43,7 +44,7 @@ def make_model(optimizer=None, *, model_class=keras.Model, more=()) -> keras.Mod
 
 def trained(model, labels=LABELS, **options):
     """An epoch of 70 samples: the last batch is short."""
-    summary = hvdtrain.Trainer(model, Arrays(TOKENS, labels), batch_size=16, epochs=2, **options).fit()
+    summary = make_trainer(model, Arrays(TOKENS, labels), batch_size=16, epochs=2, **options).fit()
     return model, summary
 
 
@@ -51,8 +52,11 @@ def trained(model, labels=LABELS, **options):
     ("make_optimizer", "options"),
     [
         (lambda: keras.optimizers.Adam(0.01), {}),
-        (lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2), {"accumulate": 2}),
-        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)), {"steps_per_call": 3}),
+        (
+            lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+            {"gradient_accumulation_steps": 2},
+        ),
+        (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)), {"steps_per_execution": 3}),
     ],
 )
 def test_the_same_updates_as_without(make_optimizer, options):
@@ -85,11 +89,12 @@ def test_what_xla_cannot_compile(options, message):
 
 
 def test_batch_normalization_over_ranks_is_refused():
-    with pytest.raises(UsageError, match=r"Received: 1 synchronised layer\(s\)"):
-        trained(make_model(), jit_compile=True, sync_batchnorm=True)
+    synchronized = make_model(more=[layers.BatchNormalization(synchronized=True)])
+    with pytest.raises(UsageError, match=r"Received: 1 synchronized layer\(s\)"):
+        trained(synchronized, jit_compile=True)
 
 
 def test_deterministic_is_refused(monkeypatch):
-    monkeypatch.setattr(process, "is_deterministic", lambda: True)
-    with pytest.raises(UsageError, match="jit_compile does not go with deterministic"):
+    monkeypatch.setattr(devices, "is_deterministic", lambda: True)
+    with pytest.raises(UsageError, match="jit_compile excludes deterministic"):
         trained(make_model(), jit_compile=True)

@@ -1,4 +1,4 @@
-"""What a person and a program see of a run: on a terminal, elsewhere, in files."""
+"""Reporters: progress bar, console lines, JSON lines."""
 
 import io
 import json
@@ -6,28 +6,17 @@ import os
 import pty
 import re
 import select
-import shutil
-import subprocess
 import sys
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from hvdtrain import process
-from hvdtrain.report import (
-    ConsoleReporter,
-    JsonLinesReporter,
-    ProgressBarReporter,
-    Reporter,
-    RunShape,
-    SeveralReporters,
-    console_reporter,
-)
+from hvdtrain.loggers.console import ConsoleReporter
+from hvdtrain.loggers.json_lines import JsonLinesReporter
+from hvdtrain.loggers.progress_bar import ProgressBarReporter, console_reporter
+from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
 
 SHAPE = RunShape(total_steps=40, steps_per_epoch=16)
 VALUES = {"loss": 0.25, "accuracy": 0.9, "learning_rate": 0.1, "gradient_norm": 2.5, "examples/s": 1234.5}
@@ -53,7 +42,7 @@ def finished_lines(**details: object) -> list[str]:
     return stream.getvalue().splitlines()
 
 
-def test_a_line_per_event():
+def test_console_prints_a_line_per_event():
     stream = io.StringIO()
     reporter = ConsoleReporter(stream)
     reporter.started({"task": "digits", "ranks": 2}, SHAPE)
@@ -84,7 +73,7 @@ def test_each_line_is_one_write():
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in writes)
 
 
-def test_the_table_at_the_end():
+def test_console_prints_a_table_at_the_end():
     assert finished_lines(**DETAILS) == [
         "done: 40 steps on 2 rank(s) in 3.1 s",
         "  steps            40 (2.5 epochs)",
@@ -110,7 +99,7 @@ def test_the_table_at_the_end():
         ({"compression_error": 0.0}, ["  fp16 error       0.0e+00 of the gradient's norm"]),
     ],
 )
-def test_rows_that_there_is_nothing_for_are_left_out(details, rows):
+def test_rows_without_a_value_are_omitted(details, rows):
     first, steps, *middle, last = finished_lines(**details)
     assert first.startswith("done: 40 steps on 2 rank(s) in ")
     assert steps == "  steps            40"
@@ -118,7 +107,7 @@ def test_rows_that_there_is_nothing_for_are_left_out(details, rows):
     assert last.startswith("weights_sha256: ")
 
 
-def test_json_lines_hold_every_event(tmp_path):
+def test_json_lines_contain_every_event(tmp_path):
     reporter = JsonLinesReporter(tmp_path / "metrics.jsonl")
     reporter.warned(0, "moved")
     reporter.started({"task": "digits"}, SHAPE)
@@ -138,29 +127,54 @@ def test_json_lines_hold_every_event(tmp_path):
     ]
 
 
+def test_lines_after_the_resumed_step_are_removed_with_those_that_are_not_events(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    kept = [b'{"event": "start"}\n', b'{"event": "train", "step": 10}\n', b'{"event": "eval", "step": 10.0}\n']
+    removed = [
+        *[b"null\n", b"5\n", b"[]\n", b'{"event": "train", "step": null}\n', b'{"event": "train", "step": "ten"}\n'],
+        *[b"\xff\xfe\n", b"\n", b"[" * 100_000 + b"\n", b'{"event": "train", "step": 11}\n', b'{"event": "tr'],
+    ]
+    path.write_bytes(b"".join([*kept, *removed]))
+    reporter = JsonLinesReporter(path)
+    reporter.started({}, RunShape(40, 16, resumed_step=10))
+    reporter.resumed(10, Path("step-00000010"))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert lines[:3] == kept
+    assert [json.loads(line)["event"] for line in lines[3:]] == ["start", "resume"]
+
+
+def test_a_run_that_starts_again_from_its_first_step_logs_no_step_twice(tmp_path):
+    for _ in range(2):  # The first one is killed before its first checkpoint.
+        reporter = JsonLinesReporter(tmp_path / "metrics.jsonl")
+        reporter.started({}, SHAPE)
+        reporter.progressed(10, VALUES)
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(each["event"], each.get("step")) for each in events] == [("start", None), ("start", None), ("train", 10)]
+
+
 EVENTS = [
-    *("started", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished", "complete"),
-    "close",
+    *("started", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished"),
+    *("profile_begins", "profile_ends", "already_complete", "close"),
 ]
 
 
 class Recorder(Reporter):
-    """Keeps what it is told. Each event is looked up on the base class, so that a new one cannot be forgotten here."""
+    """Records all events."""
 
     def __init__(self) -> None:
-        self.told: list[tuple] = []
+        self.events: list[tuple] = []
 
     def __getattribute__(self, name):
         if name in EVENTS:
-            return lambda *arguments: self.told.append((name, *arguments))
+            return lambda *arguments: self.events.append((name, *arguments))
         return super().__getattribute__(name)
 
 
-def test_several_are_told_everything():
+def test_composite_forwards_every_event():
     assert {name for name in vars(Reporter) if not name.startswith("_")} == set(EVENTS)
     recorders = [Recorder(), Recorder()]
-    several = SeveralReporters(recorders)
-    told = [
+    composite = CompositeReporter(recorders)
+    events = [
         ("started", {"task": "digits"}, SHAPE),
         ("model_built", "a model"),
         ("resumed", 5, Path("step-00000005")),
@@ -169,21 +183,21 @@ def test_several_are_told_everything():
         ("histograms", 16, {"weights": {"kernel": 1}}),
         ("warned", 17, "a step was skipped"),
         ("finished", SUMMARY),
-        ("complete", 20, Path("run")),
+        ("already_complete", 20, Path("run")),
         ("close",),
     ]
-    for name, *arguments in told:
-        getattr(several, name)(*arguments)
-        getattr(Reporter(), name)(*arguments)  # tells nobody, and takes the same
-    assert [recorder.told for recorder in recorders] == [told, told]
+    for name, *arguments in events:
+        getattr(composite, name)(*arguments)
+        getattr(Reporter(), name)(*arguments)  # accepts the same arguments and does nothing
+    assert [recorder.events for recorder in recorders] == [events, events]
 
 
 class Screen:
-    """What a terminal shows after some output: lines, and whether the cursor is seen."""
+    """What a terminal shows after some output: lines, and whether the cursor is visible."""
 
     def __init__(self, output: str):
         self.lines = [""]
-        self.cursor_is_shown = True
+        self.cursor_is_visible = True
         row = 0
         for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", output):
             if part == "\n":
@@ -194,7 +208,7 @@ class Screen:
             elif part == "\x1b[2K":
                 self.lines[row] = ""
             elif part in ("\x1b[?25l", "\x1b[?25h"):
-                self.cursor_is_shown = part.endswith("h")
+                self.cursor_is_visible = part.endswith("h")
             elif part != "\r" and not part.endswith("m"):
                 self.lines[row] += part
 
@@ -206,14 +220,14 @@ def bar(width: int = 80) -> tuple[ProgressBarReporter, io.StringIO]:
     return ProgressBarReporter(console), stream
 
 
-def test_the_bar_shows_where_the_run_stands():
+def test_bar_shows_progress():
     reporter, stream = bar()
     reporter.started({"task": "digits [bold]"}, SHAPE)
     assert Screen(stream.getvalue()).lines[1].startswith("epoch 1/3 ")
     reporter.progressed(10, VALUES)
     reporter.progressed(20, {**VALUES, "loss": 0.125})
     screen = Screen(stream.getvalue())
-    assert not screen.cursor_is_shown
+    assert not screen.cursor_is_visible
     assert screen.lines[0] == "task: digits [bold]"
     assert re.fullmatch(r"epoch 2/3 ━+\S* ?\S*━* 20/40 1234 examples/s 0:0\d:[0-5]\d left", screen.lines[1]), (
         screen.lines
@@ -222,7 +236,7 @@ def test_the_bar_shows_where_the_run_stands():
     reporter.close()
 
 
-def test_evaluations_and_warnings_stay_above_the_bar():
+def test_evaluations_and_warnings_appear_above_the_bar():
     reporter, stream = bar()
     reporter.started({}, SHAPE)
     reporter.progressed(16, VALUES)
@@ -237,7 +251,7 @@ def test_evaluations_and_warnings_stay_above_the_bar():
     reporter.close()
 
 
-def test_many_metrics_do_not_break_the_bar():
+def test_many_metrics_fit_on_one_line():
     reporter, stream = bar(width=60)
     reporter.started({}, SHAPE)
     for step in (10, 20):
@@ -249,7 +263,7 @@ def test_many_metrics_do_not_break_the_bar():
 
 
 @pytest.mark.parametrize("ending", ["finished", "closed after an error", "closed before the start"])
-def test_the_terminal_is_left_clean(ending):
+def test_bar_restores_the_terminal(ending):
     stdout = sys.stdout
     reporter, stream = bar()
     if ending != "closed before the start":
@@ -260,7 +274,7 @@ def test_the_terminal_is_left_clean(ending):
     reporter.close()
     reporter.close()
     screen = Screen(stream.getvalue())
-    assert screen.cursor_is_shown
+    assert screen.cursor_is_visible
     assert sys.stdout is stdout
     assert screen.lines[-1] == ""
     if ending == "finished":
@@ -269,18 +283,7 @@ def test_the_terminal_is_left_clean(ending):
         assert screen.lines[-2] == "weights_sha256: abc (equal on all ranks)"
 
 
-@contextmanager
-def terminal() -> Iterator[int]:
-    """A real one; yields the side that programs write to."""
-    screen, programs = pty.openpty()
-    try:
-        yield programs
-    finally:
-        os.close(programs)
-        os.close(screen)
-
-
-def test_a_real_terminal_gets_the_bar(monkeypatch):
+def test_bar_on_a_pseudo_terminal(monkeypatch):
     screen, programs = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(programs, "w") as stdout:
@@ -288,7 +291,7 @@ def test_a_real_terminal_gets_the_bar(monkeypatch):
         reporter = console_reporter(is_terminal=True)
         reporter.started({"task": "digits"}, SHAPE)
         reporter.progressed(10, VALUES)
-        print("a model's own words")
+        print("printed by the model")
         reporter.progressed(40, VALUES)
         reporter.close()
         print("after", end="", flush=True)
@@ -298,109 +301,14 @@ def test_a_real_terminal_gets_the_bar(monkeypatch):
             output += os.read(screen, 65536)
     os.close(screen)
     shown = Screen(output.decode())
-    assert shown.lines[:2] == ["task: digits", "a model's own words"]
+    assert shown.lines[:2] == ["task: digits", "printed by the model"]
     assert shown.lines[2].startswith("epoch 3/3 ━━━━")
     assert shown.lines[2].endswith(" 40/40 1234 examples/s 0:00:00 left")
     assert shown.lines[3:] == ["loss 0.25  accuracy 0.9", "after"]
-    assert shown.cursor_is_shown
+    assert shown.cursor_is_visible
 
 
-class Processes:
-    """A made-up /proc: a rank on a terminal of its own, and its ancestors."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, own: str):
-        self._folder = folder
-        self.own = own
-        self._stdout("self", own)
-        monkeypatch.setattr(process, "_PROC", folder)
-        monkeypatch.setattr(os, "getppid", lambda: 10)
-        # Not sys.stdout itself, which pytest puts back between a fixture and its test.
-        self.stdout = open(own, "w")  # noqa: SIM115
-        monkeypatch.setattr(process, "sys", self)
-        monkeypatch.setenv("TERM", "xterm")
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-
-    def _stdout(self, pid: object, target: str) -> None:
-        (self._folder / str(pid) / "fd").mkdir(parents=True)
-        (self._folder / str(pid) / "fd" / "1").symlink_to(target)
-
-    def add(self, pid: int, stdout: str, *, parent: int = 1, command: str = "mpirun -np 2 python") -> None:
-        self._stdout(pid, stdout)
-        (self._folder / str(pid) / "stat").write_text(f"{pid} (a (odd) name) S {parent} 1 1")
-        (self._folder / str(pid) / "cmdline").write_text(command.replace(" ", "\0") + "\0")
-
-
-@pytest.fixture
-def processes(tmp_path, monkeypatch):
-    with terminal() as programs:
-        made_up = Processes(tmp_path / "proc", monkeypatch, os.ttyname(programs))
-        yield made_up
-        made_up.stdout.close()
-
-
-def test_the_launchers_stdout_counts(processes):
-    with terminal() as programs:
-        processes.add(10, os.ttyname(programs))
-        assert process.stdout_is_terminal()
-
-
-def test_a_launcher_that_writes_to_a_file_has_no_terminal(processes, tmp_path):
-    (tmp_path / "log").touch()
-    processes.add(10, str(tmp_path / "log"))
-    assert not process.stdout_is_terminal()
-
-
-@pytest.mark.parametrize("to_a_file", [False, True])
-def test_a_shell_between_launcher_and_rank_is_looked_through(processes, tmp_path, to_a_file):
-    (tmp_path / "log").touch()
-    with terminal() as programs:
-        processes.add(10, processes.own, parent=7, command="sh")
-        processes.add(7, str(tmp_path / "log") if to_a_file else os.ttyname(programs))
-        assert process.stdout_is_terminal() is not to_a_file
-
-
-def test_a_launcher_that_tags_lines_gets_no_bar(processes):
-    with terminal() as programs:
-        processes.add(10, os.ttyname(programs), command="mpirun --tag-output -np 2 python")
-        assert not process.stdout_is_terminal()
-
-
-def test_a_launcher_that_cannot_be_looked_at_gets_no_bar(processes):
-    assert not process.stdout_is_terminal()
-
-
-def test_without_a_launcher_the_own_stdout_counts(processes, monkeypatch):
-    monkeypatch.delenv("OMPI_COMM_WORLD_RANK")
-    assert process.stdout_is_terminal()
-    monkeypatch.setenv("TERM", "dumb")
-    assert not process.stdout_is_terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(process, "sys", types.SimpleNamespace(stdout=io.StringIO()))
-    assert not process.stdout_is_terminal()
-
-
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-
-
-@pytest.mark.skipif(MPIRUN is None, reason="Open MPI is not installed")
-@pytest.mark.parametrize("to_a_terminal", [True, False])
-def test_open_mpi_is_seen_through(tmp_path, to_a_terminal):
-    code = (
-        "import sys; from pathlib import Path; from hvdtrain import process;"
-        "Path(sys.argv[1]).write_text(f'{sys.stdout.isatty()} {process.stdout_is_terminal()}')"
-    )
-    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **os.environ, "TERM": "xterm"}
-    command = [MPIRUN, "-np", "1", "--oversubscribe", sys.executable, "-c", code, str(tmp_path / "answer")]
-    with terminal() as programs:
-        stdout = programs if to_a_terminal else subprocess.DEVNULL
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, env=environment, timeout=60
-        )
-    assert done.returncode == 0, done.stderr.decode()
-    assert (tmp_path / "answer").read_text() == f"True {to_a_terminal}"
-
-
-def test_only_a_terminal_gets_the_bar(capsys):
+def test_no_bar_without_a_terminal(capsys):
     assert isinstance(console_reporter(is_terminal=True), ProgressBarReporter)
     reporter = console_reporter(is_terminal=False)
     reporter.started({}, SHAPE)

@@ -1,13 +1,16 @@
 """What a process decides from its environment, with made-up environments and GPUs."""
 
 import os
+import subprocess
 import sys
 
+import psutil
 import pytest
 import tensorflow as tf
 
-from hvdtrain import process
-from hvdtrain.process import Launcher
+from hvdtrain.system import devices, environment, processes, tensorflow_start
+from hvdtrain.system.cores import inter_op_threads, threads_per_rank
+from hvdtrain.system.launcher import Launcher, find_launcher
 
 
 @pytest.mark.parametrize(
@@ -35,20 +38,20 @@ from hvdtrain.process import Launcher
     ],
 )
 def test_launchers_are_told_apart(env, expected):
-    assert process.find_launcher(env) == expected
+    assert find_launcher(env) == expected
 
 
 def test_mpi_binding_is_seen():
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_bound_at_launch": "1"}
-    assert process.find_launcher(env).bound_to_cores
+    assert find_launcher(env).bound_to_cores
 
 
 def test_defaults_never_replace_what_is_set(tmp_path):
-    defaults = process.environment_defaults({}, str(tmp_path))
+    defaults = environment.environment_defaults({}, str(tmp_path))
     assert defaults["OMPI_MCA_mpi_yield_when_idle"] == "1"
     assert "OPAL_PREFIX" not in defaults
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    kept = process.environment_defaults(
+    kept = environment.environment_defaults(
         {**several, "HOROVOD_CYCLE_TIME": "5", "TF_CPP_MIN_LOG_LEVEL": "0"}, str(tmp_path)
     )
     assert "HOROVOD_CYCLE_TIME" not in kept
@@ -58,7 +61,7 @@ def test_defaults_never_replace_what_is_set(tmp_path):
 def test_open_mpi_from_the_wheel_is_told_where_it_lies(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmpi.so.40").touch()
-    assert process.environment_defaults({}, str(tmp_path))["OPAL_PREFIX"] == str(tmp_path)
+    assert environment.environment_defaults({}, str(tmp_path))["OPAL_PREFIX"] == str(tmp_path)
 
 
 def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
@@ -66,16 +69,16 @@ def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     unknown = {"PMIX_RANK": "0"}
     for env in (several, several | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, unknown):
-        assert process.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == "0.1"
-        with process.horovod_start_environment(process.find_launcher(env)):
+        assert environment.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == "0.1"
+        with environment.horovod_start_environment(find_launcher(env)):
             assert "HOROVOD_CYCLE_TIME" not in os.environ
     for env in ({}, several | {"OMPI_COMM_WORLD_SIZE": "1"}):
-        assert "HOROVOD_CYCLE_TIME" not in process.environment_defaults(env, str(tmp_path))
-        with process.horovod_start_environment(process.find_launcher(env)):
+        assert "HOROVOD_CYCLE_TIME" not in environment.environment_defaults(env, str(tmp_path))
+        with environment.horovod_start_environment(find_launcher(env)):
             assert os.environ["HOROVOD_CYCLE_TIME"] == "5"
         assert "HOROVOD_CYCLE_TIME" not in os.environ
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
-    with process.horovod_start_environment(process.find_launcher({})):
+    with environment.horovod_start_environment(find_launcher({})):
         assert os.environ["HOROVOD_CYCLE_TIME"] == "2"
 
 
@@ -85,10 +88,10 @@ def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
 def test_horovod_looks_for_work_most_often_where_ranks_of_one_host_have_a_core_each(
     cores, bound, cycle_ms, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(process, "usable_cores", lambda: cores)
+    monkeypatch.setattr(environment, "usable_cores", lambda: cores)
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     env |= {"OMPI_MCA_orte_bound_at_launch": "1"} if bound else {}
-    assert process.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == cycle_ms
+    assert environment.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == cycle_ms
 
 
 _ONE_HOST, _TWO_HOSTS = Launcher("Open MPI", 0, 2, 2, False), Launcher("Open MPI", 0, 4, 2, False)
@@ -108,11 +111,10 @@ _NOT_TOLD, _ALONE = Launcher("PMI", 0, 2, None, False), Launcher("none", 0, 1, 1
     ],
 )
 def test_horovod_copies_messages_together_where_that_pays(launcher, gpus, deterministic, given, threshold, monkeypatch):
-    environment = {"HOROVOD_FUSION_THRESHOLD": given} if given else {}
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
-    process.choose_fusion(launcher, deterministic)
-    assert environment.get("HOROVOD_FUSION_THRESHOLD") == threshold
+    variables = {"HOROVOD_FUSION_THRESHOLD": given} if given else {}
+    monkeypatch.setattr(os, "environ", variables)
+    environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=bool(gpus))
+    assert variables.get("HOROVOD_FUSION_THRESHOLD") == threshold
 
 
 @pytest.mark.parametrize(
@@ -121,18 +123,18 @@ def test_horovod_copies_messages_together_where_that_pays(launcher, gpus, determ
 def test_a_rank_with_one_core_is_told(threads, gpus, one, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: threads)
-    assert process.computes_on_one_core() == one
+    assert devices.computes_on_one_core() == one
 
 
 def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
     monkeypatch.delenv("HOROVOD_CONTROLLER", raising=False)
-    with process.horovod_start_environment(process.find_launcher({})):
+    with environment.horovod_start_environment(find_launcher({})):
         assert os.environ["HOROVOD_CONTROLLER"] == "gloo"
     assert "HOROVOD_CONTROLLER" not in os.environ
-    with process.horovod_start_environment(Launcher("Open MPI", 0, 2, 2, False)):
+    with environment.horovod_start_environment(Launcher("Open MPI", 0, 2, 2, False)):
         assert "HOROVOD_CONTROLLER" not in os.environ
     monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
-    with process.horovod_start_environment(process.find_launcher({})):
+    with environment.horovod_start_environment(find_launcher({})):
         assert os.environ["HOROVOD_CONTROLLER"] == "mpi"
     assert os.environ["HOROVOD_CONTROLLER"] == "mpi"
 
@@ -142,12 +144,12 @@ def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
     [(8, 4, False, 2), (7, 2, False, 3), (2, 4, False, 1), (16, 2, True, 16), (1, 1, False, 1)],
 )
 def test_cores_are_shared_fairly(cores, local_size, bound, threads):
-    assert process.threads_per_rank(cores, local_size, bound) == threads
+    assert threads_per_rank(cores, local_size, bound) == threads
 
 
 @pytest.mark.parametrize(("threads", "operations"), [(1, 1), (2, 2), (4, 2), (9, 5)])
 def test_operations_at_a_time(threads, operations):
-    assert process.inter_op_threads(threads) == operations
+    assert inter_op_threads(threads) == operations
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_operations_at_a_time(threads, operations):
     [(4, 0, 4, 0), (4, 3, 4, 3), (2, 3, 4, 1), (1, 1, 2, 0), (0, 0, 2, None), (8, 1, 2, 1)],
 )
 def test_a_gpu_for_each_rank(num_gpus, local_rank, local_size, gpu):
-    assert process.choose_gpu(num_gpus, local_rank, local_size) == gpu
+    assert devices.choose_gpu(num_gpus, local_rank, local_size) == gpu
 
 
 class FakeTensorFlow:
@@ -187,7 +189,7 @@ class FakeTensorFlow:
 def test_configuring_devices_pins_a_gpu_and_lets_its_memory_grow(monkeypatch):
     fake = FakeTensorFlow(num_gpus=2)
     monkeypatch.setitem(sys.modules, "tensorflow", fake)
-    assert process.configure_devices(local_rank=1, local_size=2, threads=3, bound_to_cores=False) == "GPU:1"
+    assert devices.configure_devices(local_rank=1, local_size=2, threads=3, bound_to_cores=False) == "GPU:1"
     assert ("set_visible_devices", "gpu1", "GPU") in fake.calls
     assert ("set_memory_growth", "gpu1", True) in fake.calls
     assert ("set_intra_op_parallelism_threads", 3) in fake.calls
@@ -196,29 +198,40 @@ def test_configuring_devices_pins_a_gpu_and_lets_its_memory_grow(monkeypatch):
 def test_configuring_devices_without_a_gpu(monkeypatch):
     fake = FakeTensorFlow(num_gpus=0)
     monkeypatch.setitem(sys.modules, "tensorflow", fake)
-    assert process.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=True) == "CPU"
+    assert devices.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=True) == "CPU"
     assert not any(call[0] == "set_visible_devices" for call in fake.calls)
 
 
 def test_threads_that_cannot_be_set_any_more_are_an_error_only_where_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", FakeTensorFlow(num_gpus=0, already_used=True))
-    assert process.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=False) == "CPU"
+    assert devices.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=False) == "CPU"
     with pytest.raises(RuntimeError):
-        process.configure_devices(local_rank=0, local_size=1, threads=2, bound_to_cores=False)
+        devices.configure_devices(local_rank=0, local_size=1, threads=2, bound_to_cores=False)
 
 
 def test_only_the_chatter_is_held_back(capfd):
-    with process.without_chatter():
+    with tensorflow_start.without_startup_messages():
         os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called\nE0000 a real error\n")
     assert capfd.readouterr().err == "E0000 a real error\n"
 
 
-def made_up_process(proc, pid, parent, *arguments, state="S"):
-    folder = proc / str(pid)
-    folder.mkdir()
-    # A name may hold spaces and brackets.
-    (folder / "stat").write_text(f"{pid} (a) b) {state} {parent} 1 1")
-    (folder / "cmdline").write_text("".join(f"{each}\0" for each in arguments))
+class FakeProcess:
+    """A process with a parent."""
+
+    def __init__(self, pid, arguments=(), parent=None, status=psutil.STATUS_RUNNING):
+        self.pid = pid
+        self._arguments = list(arguments)
+        self._parent = parent
+        self._status = status
+
+    def cmdline(self):
+        return self._arguments
+
+    def status(self):
+        return self._status
+
+    def parents(self):
+        return [] if self._parent is None else [self._parent, *self._parent.parents()]
 
 
 @pytest.mark.parametrize(
@@ -230,22 +243,31 @@ def made_up_process(proc, pid, parent, *arguments, state="S"):
         ((), None),
     ],
 )
-def test_horovodrun_is_found_above_its_mpirun(shell, found, tmp_path, monkeypatch):
-    made_up_process(tmp_path, 1, 0, "init")
-    made_up_process(tmp_path, 40, 1, *shell)
-    made_up_process(tmp_path, 50, 40, "mpirun", "-np", "2")
-    monkeypatch.setattr(process, "_PROC", tmp_path)
-    monkeypatch.setattr(os, "getppid", lambda: 50)
-    assert process.horovodrun_above() == found
+def test_horovodrun_is_found_above_its_mpirun(shell, found, monkeypatch):
+    init = FakeProcess(1, ["init"])
+    mpirun = FakeProcess(50, ["mpirun", "-np", "2"], parent=FakeProcess(40, shell, parent=init))
+    monkeypatch.setattr(psutil, "Process", lambda: FakeProcess(60, ["python"], parent=mpirun))
+    assert processes.horovodrun_above() == found
 
 
-def test_processes_that_cannot_be_looked_at_are_no_horovodrun(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_PROC", tmp_path)
-    assert process.horovodrun_above() is None
+def test_an_inaccessible_process_is_no_horovodrun(monkeypatch):
+    def refuse():
+        raise psutil.AccessDenied(50)
+
+    monkeypatch.setattr(psutil, "Process", refuse)
+    assert processes.horovodrun_above() is None
 
 
-def test_a_process_that_has_ended_does_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_PROC", tmp_path)
-    made_up_process(tmp_path, 7, 1)
-    made_up_process(tmp_path, 8, 1, state="Z")
-    assert [process.is_running(pid) for pid in (7, 8, 9)] == [True, False, False]
+def test_a_process_that_has_ended_does_not_run():
+    running = subprocess.Popen(["sleep", "60"])
+    ended = subprocess.Popen(["true"])
+    try:
+        # Waits for its end without collecting it, so that it stays a zombie.
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert processes.is_running(running.pid)
+        assert not processes.is_running(ended.pid)
+        ended.wait()
+        assert not processes.is_running(ended.pid)
+    finally:
+        running.kill()
+        running.wait()

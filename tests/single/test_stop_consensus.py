@@ -1,4 +1,4 @@
-"""Ranks that are asked to stop agree on one check to stop at."""
+"""All ranks agree on one check to stop at."""
 
 import random
 import re
@@ -7,36 +7,36 @@ import threading
 import time
 
 import pytest
-from made_up_jobs import ThreadCollectives, on_threads
+from made_up_jobs import ThreadCollectives, on_threads, wait_until
 
-from hvdtrain.failure import JobWatch
-from hvdtrain.failure.agreement import StopPoint, StopVote
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.fault_tolerance.stop_consensus import StopPoint, StopVote
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_ranks_agree_on_one_check(seed):
-    """Some checks are followed by a collective; whoever stopped elsewhere would leave the others in it."""
+    """Some checks are followed by a collective: a rank that stopped at another check would leave the others in it."""
     choose = random.Random(seed)
     size = choose.randint(2, 4)
     checks = choose.randint(1, 60)
-    meetings = {check for check in range(checks) if choose.random() < choose.choice((0.1, 0.9))}
-    # Up to three ranks are asked, one of them perhaps after its last check.
-    asked = {choose.randrange(size): choose.randrange(checks + 1) for _ in range(choose.randint(1, 3))}
+    collective_checks = {check for check in range(checks) if choose.random() < choose.choice((0.1, 0.9))}
+    # Up to three ranks request a stop, one of them perhaps after its last check.
+    requests = {choose.randrange(size): choose.randrange(checks + 1) for _ in range(choose.randint(1, 3))}
     pauses = [[choose.choice((0, 0, 0, 0.0005, 0.002)) for _ in range(checks)] for _ in range(size)]
 
     def run(collectives: ThreadCollectives) -> int | None:
         with JobWatch(collectives) as watch:
             for check in range(checks):
-                if asked.get(collectives.rank) == check:
+                if requests.get(collectives.rank) == check:
                     watch.request_stop(f"rank {collectives.rank}")
                 time.sleep(pauses[collectives.rank][check])
                 if watch.check():
-                    assert watch.stop_is_coming
-                    assert watch.stop_reason in {f"rank {rank}" for rank in asked}
+                    assert watch.stop_requested
+                    assert watch.stop_reason in {f"rank {rank}" for rank in requests}
                     return check
-                if check in meetings:
+                if check in collective_checks:
                     collectives.barrier()
-            if asked.get(collectives.rank) == checks:
+            if requests.get(collectives.rank) == checks:
                 watch.request_stop("too late")
             return None
 
@@ -45,8 +45,8 @@ def test_ranks_agree_on_one_check(seed):
     assert results[0] is None or results[0] in range(checks), results
 
 
-def test_a_rank_that_waits_for_the_decision_holds_up_nobody():
-    """Rank 1 has passed no check and holds still; rank 0 waits for it in a collective meanwhile."""
+def test_a_rank_that_waits_for_the_decision_does_not_block_the_others():
+    """Rank 1 has passed no check and blocks at its first, while rank 0 waits for it in a collective."""
     size, order = 2, []
 
     def run(collectives: ThreadCollectives) -> list[bool]:
@@ -56,21 +56,20 @@ def test_a_rank_that_waits_for_the_decision_holds_up_nobody():
                 answers.append(watch.check())
             collectives.barrier()
             if collectives.rank == 1:
-                watch.request_stop("asked")
-                while not watch.stop_is_coming:
-                    time.sleep(0.001)
+                watch.request_stop("a test")
+                wait_until(lambda: watch.stop_requested)
                 answers.append(watch.check())
-                order.append("rank 1 goes on")
+                order.append("rank 1 continues")
             else:
                 order.append("rank 0 waits")
             collectives.barrier()
             return [*answers, watch.check()]
 
     assert on_threads(size, run) == [[False, True]] * 2
-    assert order == ["rank 0 waits", "rank 1 goes on"]
+    assert order == ["rank 0 waits", "rank 1 continues"]
 
 
-def test_a_stop_that_comes_too_late_for_rank_0_stops_nobody():
+def test_a_stop_request_after_rank_0_has_left_has_no_effect():
     has_left = threading.Event()
 
     def run(collectives: ThreadCollectives) -> list[bool]:
@@ -79,7 +78,7 @@ def test_a_stop_that_comes_too_late_for_rank_0_stops_nobody():
             answers = [watch.check()]
             if collectives.rank == 1:
                 has_left.wait(10)
-                watch.request_stop("asked")
+                watch.request_stop("a test")
             answers.append(watch.check())
         if collectives.rank == 0:
             has_left.set()
@@ -89,9 +88,9 @@ def test_a_stop_that_comes_too_late_for_rank_0_stops_nobody():
 
 
 def test_rank_0_may_leave_before_it_decides():
-    """It has passed all checks then; whoever holds still has to pass them too."""
+    """It has then passed all checks, and blocked ranks must pass them too."""
     point = StopPoint()
-    point.propose("asked")
+    point.propose("a test")
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(point.check()), daemon=True)
     thread.start()
@@ -107,9 +106,8 @@ def test_one_rank_stops_at_its_next_check(start):
         with JobWatch(collectives) as watch:
             assert watch.stop_reason is None
             answers = [watch.check(), watch.check()]
-            watch.request_stop("asked")
-            while not watch.stop_is_coming:
-                time.sleep(0.001)
+            watch.request_stop("a test")
+            wait_until(lambda: watch.stop_requested)
             return [*answers, watch.check(), watch.check()]
 
     assert on_threads(1, run) == [[False, False, True, True]]
@@ -123,7 +121,7 @@ def test_one_rank_stops_at_its_next_check(start):
 
 def test_the_vote_is_decided_once():
     vote = StopVote(2)
-    vote.record(1, 7)  # It has left.
+    vote.record(1, 7)  # It leaves.
     assert vote.decision() is None
     assert vote.open()
     assert not vote.open()
@@ -132,13 +130,13 @@ def test_the_vote_is_decided_once():
     assert vote.decision() is None
 
 
-def test_a_check_takes_no_time():
+def test_a_check_is_fast():
     def run(collectives: ThreadCollectives) -> float:
         with JobWatch(collectives) as watch:
             began = time.perf_counter()
             for step in range(10_000):
                 watch.check()
-                watch.beat("training", step)
+                watch.heartbeat("training", step)
             return time.perf_counter() - began
 
     assert on_threads(1, run)[0] < 0.5

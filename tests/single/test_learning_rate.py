@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hvdtrain.schedule import WarmUpThenDecay, scaled_learning_rate
+from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
 
 
 def rates(steps, *, micro_batches=1, **options) -> list[float]:

@@ -1,10 +1,10 @@
-"""The global order and its slices, without TensorFlow."""
+"""The sampling plan: the global order and its slices, without TensorFlow."""
 
 import numpy as np
 import pytest
 
+from hvdtrain.data.sample_plan import SamplePlan, exclude, shard, shard_batches
 from hvdtrain.errors import UsageError
-from hvdtrain.sampling import SamplePlan, leave_out, shard, shard_batches
 
 
 def drawn(epoch: int, **options) -> list[list[int]]:
@@ -14,7 +14,7 @@ def drawn(epoch: int, **options) -> list[list[int]]:
     steps = []
     for step in range(plans[0].steps_per_epoch):
         slices = [plan.slices(step) for plan in plans]
-        parts = [slices[rank][k] for k in range(plans[0].accumulate) for rank in range(len(plans))]
+        parts = [slices[rank][k] for k in range(plans[0].gradient_accumulation_steps) for rank in range(len(plans))]
         steps.append([int(n) for part in parts if part.weight for n in order[part.start : part.start + part.count]])
     return steps
 
@@ -22,24 +22,25 @@ def drawn(epoch: int, **options) -> list[list[int]]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_samples", [4, 7, 64, 1000])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_each_sample_once_an_epoch(size, num_samples, accumulate):
-    options = {"num_samples": num_samples, "batch_size": 5, "size": size, "accumulate": accumulate}
+def test_each_sample_once_per_epoch(size, num_samples, accumulate):
+    options = {"num_samples": num_samples, "batch_size": 5, "size": size}
+    options["gradient_accumulation_steps"] = accumulate
     for epoch in range(2):
         everything = [n for step in drawn(epoch, **options) for n in step]
         assert sorted(everything) == list(range(num_samples))
 
 
-def test_the_order_does_not_depend_on_the_number_of_ranks():
+def test_order_does_not_depend_on_the_number_of_ranks():
     """The same global batch of 24 on 1, 2, 3 and 4 ranks, and in micro-batches."""
     layouts = [(24, 1, 1), (12, 2, 1), (8, 3, 1), (6, 4, 1), (6, 2, 2), (3, 4, 2)]
     results = [
-        drawn(3, num_samples=250, batch_size=batch, size=size, accumulate=accumulate)
+        drawn(3, num_samples=250, batch_size=batch, size=size, gradient_accumulation_steps=accumulate)
         for batch, size, accumulate in layouts
     ]
     assert all(result == results[0] for result in results)
 
 
-def test_the_order_depends_on_seed_and_epoch():
+def test_order_depends_on_seed_and_epoch():
     seeds_and_epochs = ((0, 0), (0, 1), (1, 0))
     orders = [SamplePlan(num_samples=100, batch_size=10, seed=s).order(e).tolist() for s, e in seeds_and_epochs]
     assert orders[0] != orders[1]
@@ -49,7 +50,7 @@ def test_the_order_depends_on_seed_and_epoch():
 
 
 @pytest.mark.parametrize("num_samples", [4, 9, 13, 16, 17])
-def test_weights_make_the_mean_over_ranks_the_mean_over_samples(num_samples):
+def test_mean_over_ranks_equals_mean_over_samples(num_samples):
     values = np.random.default_rng(0).normal(size=num_samples)
     plans = [SamplePlan(num_samples=num_samples, batch_size=2, rank=rank, size=4) for rank in range(4)]
     order = plans[0].order(0)
@@ -64,11 +65,13 @@ def test_weights_make_the_mean_over_ranks_the_mean_over_samples(num_samples):
 
 @pytest.mark.parametrize("num_samples", [4, 8, 9, 12, 16, 18, 20, 24])
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_plans_know_whether_they_are_even_and_need_fillers(num_samples, remainder):
+def test_is_even_and_has_fillers(num_samples, remainder):
     if remainder == "drop" and num_samples < 16:
         return
     plans = [
-        SamplePlan(num_samples=num_samples, batch_size=2, rank=rank, size=4, accumulate=2, remainder=remainder)
+        SamplePlan(
+            num_samples=num_samples, batch_size=2, rank=rank, size=4, gradient_accumulation_steps=2, remainder=remainder
+        )
         for rank in range(4)
     ]
     weights = {weight for plan in plans for weight in plan.epoch_slices()[2]}
@@ -78,7 +81,7 @@ def test_plans_know_whether_they_are_even_and_need_fillers(num_samples, remainde
 
 
 def test_numbers_count_micro_batches_across_epochs():
-    plan = SamplePlan(num_samples=11, batch_size=2, rank=1, size=2, accumulate=2)
+    plan = SamplePlan(num_samples=11, batch_size=2, rank=1, size=2, gradient_accumulation_steps=2)
     starts, counts, _ = plan.epoch_slices()
     expected = [
         plan.order(epoch)[start : start + count].tolist()
@@ -89,10 +92,10 @@ def test_numbers_count_micro_batches_across_epochs():
     assert [plan.numbers(i).tolist() for i in range(8)] == expected
 
 
-def test_leaving_samples_out():
+def test_exclude():
     order = np.array([3, 1, 4, 0, 2, 5])
     starts, counts, weights = np.array([0, 2, 4]), np.array([2, 2, 2]), np.array([1.0, 1.0, 0.5])
-    left = leave_out(frozenset({3, 2, 5}), order, starts, counts, weights)
+    left = exclude(frozenset({3, 2, 5}), order, starts, counts, weights)
     assert [each.tolist() for each in left] == [[1, 4, 0], [0, 1, 0], [1, 2, 1], [0.5, 1.0, 0.0]]
 
 
@@ -105,7 +108,7 @@ def test_epoch_seeds_differ():
     assert len(seeds) == 25
 
 
-def test_drop_leaves_the_remainder_out():
+def test_drop_drops_the_remainder():
     steps = drawn(0, num_samples=30, batch_size=4, size=2, remainder="drop")
     assert [len(step) for step in steps] == [8, 8, 8]
 
@@ -114,20 +117,20 @@ def test_drop_leaves_the_remainder_out():
     ("options", "message"),
     [
         ({"num_samples": 3, "batch_size": 1, "size": 4}, "3 samples for 4 ranks"),
-        ({"num_samples": 3, "batch_size": 8, "remainder": "drop"}, "leaves nothing"),
+        ({"num_samples": 3, "batch_size": 8, "remainder": "drop"}, "leaves no step"),
         ({"num_samples": 3, "batch_size": 0}, "batch_size must be at least 1"),
         ({"num_samples": 3, "batch_size": 1, "remainder": "wrap"}, "remainder must be one of pad, drop"),
     ],
 )
-def test_bad_plans_are_refused(options, message):
+def test_invalid_plans_are_rejected(options, message):
     with pytest.raises(UsageError, match=message):
         SamplePlan(**options)
 
 
-def test_shards_cover_everything_once():
+def test_shards_cover_each_sample_once():
     assert [n for rank in range(3) for n in shard(10, rank, 3)] == list(range(10))
 
 
-def test_shards_in_batches():
+def test_shard_batches():
     assert [batch.tolist() for batch in shard_batches(10, 2, 1, 2)] == [[5, 6], [7, 8], [9]]
     assert [batch.tolist() for batch in shard_batches(10, 2, 1, 2, frozenset({0, 6, 7, 8}))] == [[5], [9]]

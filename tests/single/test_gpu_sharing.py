@@ -1,12 +1,12 @@
-"""What is said about the GPUs of a job's hosts, of made-up ranks: there is no GPU where this is tested."""
+"""Warnings about the GPUs of a job's hosts, for fake ranks: tests run without a GPU."""
 
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain import gpus
-from hvdtrain.gpus import RankGpus, notes
+from hvdtrain.distributed import gpu_sharing
+from hvdtrain.distributed.gpu_sharing import RankGpus, warnings_for
 
 
 def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[RankGpus]:
@@ -25,23 +25,23 @@ def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[R
         [*host("a", 2, 0, ""), *host("b", 2, 0, "")],
     ],
 )
-def test_nothing_is_said_where_all_is_well(ranks):
-    assert notes(ranks) == []
+def test_no_warning_if_every_rank_has_a_gpu_or_none_has(ranks):
+    assert warnings_for(ranks) == []
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([*host("a", 4, 4), *host("b", 4, 0)], "4 rank(s) on host b see no GPU, and hold up those that do. Leave"),
-        ([*host("a", 4, 4), *host("b", 4, 0, "-1")], "host b see no GPU, for CUDA_VISIBLE_DEVICES=-1 hides them"),
+        ([*host("a", 4, 4), *host("b", 4, 0)], "4 rank(s) on host b see no GPU, and delay those that do. Leave"),
+        ([*host("a", 4, 4), *host("b", 4, 0, "-1")], "host b see no GPU, because CUDA_VISIBLE_DEVICES=-1 hides them"),
         (host("a", 4, 2), "4 ranks share 2 GPU(s) on host a"),
         (host("a", 2, 1, "3"), "2 ranks share 1 GPU(s) on host a"),
         ([*host("a", 4, 4), *host("b", 3, 4)], "1 of 4 GPUs on host b have no rank. Start 4 there."),
     ],
 )
-def test_what_is_probably_not_meant_is_said(ranks, expected):
-    (note,) = notes(ranks)
-    assert expected in note
+def test_probable_mistakes_are_warned_about(ranks, expected):
+    (warning,) = warnings_for(ranks)
+    assert expected in warning
 
 
 class TwoRanks:
@@ -51,10 +51,10 @@ class TwoRanks:
         return [own, dataclasses.replace(own, host="b", num_gpus=0, device="CPU")]
 
 
-def test_ranks_are_looked_at_together(monkeypatch):
-    monkeypatch.setattr(gpus.tf.config, "list_physical_devices", lambda kind: [f"/physical_device:{kind}:0"])
+def test_the_gpus_of_all_ranks_are_compared(monkeypatch):
+    monkeypatch.setattr(gpu_sharing.tf.config, "list_physical_devices", lambda kind: [f"/physical_device:{kind}:0"])
     here = SimpleNamespace(topology=SimpleNamespace(device="GPU:0"))
-    monkeypatch.setattr(gpus.runtime, "current", lambda: here)
+    monkeypatch.setattr(gpu_sharing.runtime, "current", lambda: here)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (note,) = gpus.look(TwoRanks())
-    assert "host b see no GPU, for CUDA_VISIBLE_DEVICES=0 hides them" in note
+    (warning,) = gpu_sharing.gpu_warnings(TwoRanks())
+    assert "host b see no GPU, because CUDA_VISIBLE_DEVICES=0 hides them" in warning

@@ -1,0 +1,365 @@
+"""On all ranks: model.fit with DistributedOptimizer and hvdtrain.callbacks.distributed."""
+
+import csv
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+
+import hvdtrain
+from hvdtrain.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    distributed,
+)
+from hvdtrain.distributed import runtime
+from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
+
+TOPOLOGY = hvdtrain.init(seed=0)
+RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
+COLLECTIVES = runtime.current().collectives
+BATCH = 4
+X, Y = samples(8 * SIZE * BATCH, seed=1)
+SHARD_X, SHARD_Y = X[RANK::SIZE], Y[RANK::SIZE]
+TEST_X, TEST_Y = samples(53, seed=2)
+# The first rank has few of them, and all ranks have another number.
+CUTS = [0, 5, *np.linspace(5, 53, SIZE).astype(int)[1:]]
+TEST_SHARD = TEST_X[CUTS[RANK] : CUTS[RANK + 1]], TEST_Y[CUTS[RANK] : CUTS[RANK + 1]]
+
+
+def compiled(optimizer=None, model=None, **options) -> keras.Model:
+    model = model or dense_model()
+    optimizer = hvdtrain.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
+    model.compile(optimizer=optimizer, loss=loss(), jit_compile=False, **{"metrics": ["accuracy"], **options})
+    return model
+
+
+def fit(callbacks, model=None, *, epochs=4, **options) -> tuple[keras.Model, dict]:
+    model = model or compiled()
+    if model.built:
+        hvdtrain.broadcast(model)
+    history = model.fit(
+        options.pop("x", SHARD_X),
+        options.pop("y", SHARD_Y),
+        **{"batch_size": BATCH, "epochs": epochs, "verbose": 0, "validation_data": TEST_SHARD, **options},
+        callbacks=callbacks,
+    )
+    return model, history.history
+
+
+def assert_same_on_all_ranks(value) -> None:
+    all_ranks = COLLECTIVES.allgather(value)
+    assert all(each == all_ranks[0] for each in all_ranks), all_ranks
+
+
+def digests(model) -> list[bytes]:
+    return [v.tobytes() for v in values([*model.weights, *model.optimizer.variables])]
+
+
+class Recorder(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.epochs: list[dict] = []
+        self.batches: list[dict] = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(dict(logs))
+
+
+class BatchRecorder(Recorder):
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(dict(logs))
+
+
+@pytest.mark.parametrize("average", [distributed, lambda callbacks: [MetricAverageCallback(), *callbacks]])
+def test_values_are_those_of_one_process(average):
+    recorder = Recorder()
+    metrics = ["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")]
+    model, history = fit(average([recorder]), compiled(keras.optimizers.SGD(0.0), metrics=metrics), epochs=2)
+    assert_same_on_all_ranks(recorder.epochs)
+    training = model.evaluate(X, Y, verbose=0, return_dict=True)
+    validation = model.evaluate(TEST_X, TEST_Y, verbose=0, return_dict=True)
+    expected = training | {f"val_{name}": value for name, value in validation.items()}
+    for each in recorder.epochs:
+        assert each == pytest.approx(expected, rel=1e-5)
+    assert {name: each[-1] for name, each in history.items()} == recorder.epochs[-1]
+
+
+def test_values_of_batches_are_those_of_one_process():
+    recorder = BatchRecorder()
+    model, _ = fit(distributed([recorder]), compiled(keras.optimizers.SGD(0.0)), epochs=1, shuffle=False)
+    assert_same_on_all_ranks(recorder.batches)
+    for count, found in enumerate(recorder.batches, start=1):
+        end = count * BATCH * SIZE
+        assert found == pytest.approx(model.evaluate(X[:end], Y[:end], verbose=0, return_dict=True), rel=1e-5)
+
+
+def test_values_without_a_metric_of_that_name_are_averaged():
+    class Custom(keras.Model):
+        def train_step(self, data):
+            return {"total": super().train_step(data)["loss"], "rank": float(RANK)}
+
+    inputs = layers.Input((6,))
+    model = compiled(model=Custom(inputs, layers.Dense(NUM_CLASSES)(inputs)))
+    _, history = fit(distributed(), model, epochs=2)
+    assert_same_on_all_ranks(history)
+    assert history["rank"] == [(SIZE - 1) / 2] * 2
+
+
+@pytest.mark.parametrize("monitor", ["loss", "val_loss"])
+def test_deciders_decide_alike(monitor):
+    """Thresholds at which the ranks' own values would decide differently."""
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor=monitor, factor=0.5, patience=1, min_delta=0.02)
+    stopping = keras.callbacks.EarlyStopping(
+        monitor=monitor, patience=3, min_delta=0.02, restore_best_weights=True, verbose=1
+    )
+    model, history = fit(distributed([plateau, stopping]), epochs=40)
+    assert 2 < len(history["loss"]) < 40
+    assert float(model.optimizer.learning_rate) < 0.1
+    assert_same_on_all_ranks((history, stopping.best, float(model.optimizer.learning_rate), digests(model)))
+
+
+def test_a_callback_that_stops_one_rank_stops_all_ranks():
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = RANK == SIZE - 1 and epoch == 1
+
+    class StopsAtBatch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = RANK == 0 and batch == 2
+
+    _, history = fit(distributed([Stops()]))
+    assert len(history["loss"]) == 2
+    model, history = fit(distributed([StopsAtBatch()]))
+    assert (len(history["loss"]), int(model.optimizer.iterations)) == (1, 3)
+
+
+def test_terminate_on_nan_ends_all_ranks():
+    x = SHARD_X.copy()
+    if RANK == SIZE - 1:
+        x[2 * BATCH] = np.nan
+    model, _ = fit(distributed([keras.callbacks.TerminateOnNaN()]), x=x, shuffle=False, validation_data=None)
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_writers_and_the_progress_bar_run_on_rank_0(folder, capsys):
+    callbacks = [
+        keras.callbacks.CSVLogger(folder / "log.csv", append=True),
+        keras.callbacks.ModelCheckpoint(folder / "m.weights.h5", save_weights_only=True),
+        keras.callbacks.TensorBoard(folder / "tensorboard", update_freq=2),
+        keras.callbacks.EarlyStopping(patience=0, mode="max", verbose=1),
+    ]
+    model, history = fit(distributed(callbacks), verbose=2, epochs=2)
+    printed = capsys.readouterr().out
+    assert ("val_loss" in printed) == (RANK == 0), printed
+    assert bool(printed) == (RANK == 0), printed
+    COLLECTIVES.barrier()
+    with (folder / "log.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["val_loss"]) for row in rows] == pytest.approx(history["val_loss"], rel=1e-6)
+    loaded = dense_model()
+    loaded.load_weights(folder / "m.weights.h5")
+    assert [v.tobytes() for v in values(loaded.weights)] == [v.tobytes() for v in values(model.weights)]
+    assert len(list((folder / "tensorboard").rglob("events.*"))) == 2
+
+
+def test_callbacks_and_the_final_model_have_the_statistics_of_all_ranks():
+    def model():
+        keras.utils.set_random_seed(7)
+        return keras.Sequential([layers.Input((6,)), layers.BatchNormalization(), layers.Dense(NUM_CLASSES)])
+
+    class Statistics(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.recorded: list[list] = []
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.recorded.append([v.numpy().tolist() for v in self.model.non_trainable_weights])
+
+    own, shared = Statistics(), Statistics()
+    fit([own], compiled(model=model()), epochs=2, shuffle=False)
+    trained, _ = fit(distributed([shared]), compiled(model=model()), epochs=2, shuffle=False)
+    all_ranks = COLLECTIVES.allgather(own.recorded)
+    assert all_ranks[0] != all_ranks[-1]
+    for found, mean in zip(shared.recorded, np.mean(all_ranks, axis=0), strict=True):
+        np.testing.assert_allclose(found, mean, rtol=1e-5, atol=1e-7)
+    assert_same_on_all_ranks((shared.recorded, digests(trained)))
+
+
+def test_a_model_that_fit_builds_is_broadcast():
+    keras.utils.set_random_seed(RANK)
+    model = compiled(model=keras.Sequential([layers.Dense(8), layers.Dense(NUM_CLASSES)]))
+    assert not model.built
+    fit(distributed([BroadcastGlobalVariablesCallback()]), model, epochs=1)
+    assert_same_on_all_ranks(digests(model))
+
+
+class Rates(keras.callbacks.Callback):
+    only_sets_learning_rate = True
+
+    def __init__(self):
+        super().__init__()
+        self.recorded: list[float] = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.recorded.append(float(self.model.optimizer.learning_rate))
+
+
+def test_learning_rates_are_warmed_up_and_scheduled():
+    rates = Rates()
+    steps = len(SHARD_X) // BATCH
+    warmup = LearningRateWarmupCallback(0.1 * SIZE, warmup_epochs=2)
+    schedule = LearningRateScheduleCallback(0.1 * SIZE, lambda epoch: 0.1, start_epoch=3)
+    _, history = fit(distributed([warmup, schedule, rates]), epochs=4)
+    raised = [0.1 + 0.1 * (SIZE - 1) * (i + 1) / (2 * steps) for i in range(2 * steps)]
+    assert rates.recorded == pytest.approx(raised + [0.1 * SIZE] * steps + [0.01 * SIZE] * steps, rel=1e-5)
+    assert history["learning_rate"] == pytest.approx([rates.recorded[i * steps - 1] for i in (1, 2, 3, 4)])
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.RMSprop])
+def test_the_momentum_is_corrected_when_the_learning_rate_changes(make):
+    """The accumulated updates are scaled with the learning rate, as if it had always been the new one."""
+
+    def velocities(correction: bool):
+        model = compiled(make(0.1, momentum=0.9))
+        taken: list[list[np.ndarray]] = []
+
+        class Velocities(keras.callbacks.Callback):
+            only_sets_learning_rate = True
+
+            def on_train_batch_begin(self, batch, logs=None):
+                optimizer = self.model.optimizer
+                taken.append(values(getattr(optimizer, "momentums", None) or optimizer._momentums))
+
+        halved = LearningRateScheduleCallback(0.1, 0.5, momentum_correction=correction)
+        fit(distributed([halved, Velocities()]), model, epochs=2, shuffle=False)
+        return taken[len(SHARD_X) // BATCH]
+
+    for scaled, kept in zip(velocities(True), velocities(False), strict=True):
+        np.testing.assert_array_equal(scaled, kept * np.float32(0.5))
+
+
+def test_what_cannot_work_is_refused(folder):
+    with pytest.raises(UsageError, match="BackupAndRestore"):
+        distributed([keras.callbacks.BackupAndRestore(folder / "backup")])
+    with pytest.raises(UsageError, match="root_rank must be 0"):
+        BroadcastGlobalVariablesCallback(1)
+    with pytest.raises(DisagreementError, match="callbacks"):
+        fit(distributed([keras.callbacks.TerminateOnNaN()] if RANK == 0 else []))
+    with pytest.raises(DisagreementError, match="epochs"):
+        fit(distributed(), epochs=2 + RANK)
+    with pytest.raises(UsageError, match=r"rank 0 starts its validation, rank 1 ends its epoch without a validation"):
+        fit(distributed(), validation_data=TEST_SHARD if RANK == 0 else None)
+    plain = dense_model()
+    plain.compile(optimizer="sgd", loss=loss())
+    with pytest.raises(UsageError, match=r"sgd.*, which averages nothing over ranks"):
+        fit(distributed(), plain)
+    rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    with pytest.raises(UsageError, match="CosineDecay"):
+        fit(distributed([LearningRateWarmupCallback(0.1)]), compiled(keras.optimizers.SGD(rate)))
+
+
+def test_different_numbers_of_steps_are_refused_before_the_first():
+    count = len(SHARD_X) - (BATCH if RANK == 1 else 0)
+    found = r"same number of steps per epoch\. Received: 8 on rank 0, 7 on rank 1.* Rank 1 would end .* after step 7"
+    with pytest.raises(UsageError, match=found):
+        fit(distributed(), x=SHARD_X[:count], y=SHARD_Y[:count])
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("validates", [False, True])
+def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(steps_per_execution, validates):
+    def dataset():
+        spec = (tf.TensorSpec((6,)), tf.TensorSpec((), tf.int32))
+        return tf.data.Dataset.from_generator(lambda: iter(samples_of), output_signature=spec).batch(BATCH)
+
+    samples_of = list(zip(SHARD_X, SHARD_Y, strict=True))
+    options = {"y": None, "batch_size": None, "validation_data": TEST_SHARD if validates else None}
+    model = compiled(steps_per_execution=steps_per_execution)
+    fit(distributed(), model, epochs=2, x=dataset(), **options)
+    samples_of = samples_of[: 5 * BATCH] if RANK == 1 else samples_of
+    with pytest.raises(UsageError, match=r"Received: rank 1 ended epoch 1 after 5 steps, and other ranks have more"):
+        fit(distributed(), model, x=dataset(), **options)
+
+
+def test_a_forgotten_broadcast_is_detected_at_the_first_step():
+    keras.utils.set_random_seed(RANK)
+    model = compiled(model=keras.Sequential([layers.Input((6,)), layers.Dense(NUM_CLASSES)]))
+    with pytest.raises(DivergenceError, match=r"dense.*/kernel' of rank.* 1.* differs .* Call hvdtrain\.broadcast"):
+        model.fit(SHARD_X, SHARD_Y, batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.parametrize("uses_optimizer", [True, False])
+def test_updates_that_average_nothing_are_detected(uses_optimizer):
+    class TwoUpdates(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                value = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(value, self.trainable_variables)
+            self.optimizer.apply(gradients[:1], self.trainable_variables[:1])
+            if uses_optimizer:
+                self.other.apply(gradients[1:], self.trainable_variables[1:])
+            else:
+                self.trainable_variables[1].assign(self.trainable_variables[1] - 0.1 * gradients[1])
+            return {"loss": value}
+
+    inputs = layers.Input((6,))
+    model = compiled(model=TwoUpdates(inputs, layers.Dense(NUM_CLASSES)(inputs)), metrics=None)
+    model.other = keras.optimizers.SGD(0.1)
+    model.other.build(model.trainable_variables[1:])
+    error, text = (UsageError, "must be distributed") if uses_optimizer else (DivergenceError, "After the first epoch")
+    with pytest.raises(error, match=text):
+        fit(distributed(), model)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "samples", "unknown length"])
+def test_sharded_data_trains_as_one_process(kind):
+    """With a number of samples that the ranks cannot divide; SGD sees the same batches."""
+    count = 8 * SIZE * BATCH - 1
+    x, y = X[:count], Y[:count]
+    data = {"x": x, "y": y}
+    if kind == "arrays":
+        data["x"], data["y"] = hvdtrain.shard(x, y)
+    else:
+        dataset = tf.data.Dataset.from_tensor_slices((x, y))
+        if kind == "unknown length":
+            dataset = dataset.filter(lambda *_: True)
+        data = {"x": hvdtrain.shard(dataset).batch(BATCH), "y": None, "batch_size": None}
+    model, _ = fit(distributed(), **data, shuffle=False, epochs=2)
+    alone = dense_model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss())
+    used = count // SIZE * SIZE
+    alone.fit(x[:used], y[:used], batch_size=BATCH * SIZE, epochs=2, shuffle=False, verbose=0)
+    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-6
+
+
+def test_layers_adapted_on_shards_compute_alike_on_all_ranks():
+    normalization = layers.Normalization()
+    normalization.adapt(SHARD_X + 10 * RANK)
+    model = compiled(model=keras.Sequential([layers.Input((6,)), normalization, layers.Dense(NUM_CLASSES)]))
+    fit(distributed(), model, epochs=1)
+    assert_same_on_all_ranks((model.predict(X, verbose=0).tobytes(), digests(model)))
+    normalization.adapt(SHARD_X + 10 * RANK)
+    with pytest.raises(DivergenceError, match=r"mean of layer .* of ranks? .* differs"):
+        model.fit(SHARD_X, SHARD_Y, batch_size=BATCH, epochs=1, verbose=0, callbacks=distributed())
+
+
+def test_ranks_draw_differently_from_the_global_stream():
+    drawn: list[np.ndarray] = []
+
+    class Noise(layers.Layer):
+        def call(self, inputs):
+            noise = keras.random.normal(keras.ops.shape(inputs))
+            kept = tf.numpy_function(lambda n: [drawn.append(n), n][1], [noise], tf.float32)
+            return inputs + tf.ensure_shape(kept, noise.shape)
+
+    model = compiled(model=keras.Sequential([layers.Input((6,)), Noise(), layers.Dense(NUM_CLASSES)]))
+    fit(distributed(), model, epochs=1, validation_data=None)
+    all_ranks = COLLECTIVES.allgather(drawn[-1].tolist())
+    assert all(each != all_ranks[0] for each in all_ranks[1:])

@@ -1,0 +1,195 @@
+"""Sources: whatever Keras takes trains as the same samples do in another form."""
+
+import keras
+import numpy as np
+import psutil
+import pytest
+import tensorflow as tf
+from keras import layers
+from trainers import make_trainer
+
+import hvdtrain
+from hvdtrain.data import Arrays, Batches, Data, RandomAccess, Stream, evaluation_dataset, training_dataset
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.data.splits import as_source
+from hvdtrain.errors import DataError, UsageError
+
+hvdtrain.init()
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(50, 5)).astype(np.float32), RNG.integers(0, 3, 50).astype(np.int32)
+
+
+class InBatches(keras.utils.PyDataset):
+    def __init__(self, size: int):
+        super().__init__()
+        self._size = size
+
+    def __len__(self):
+        return -(-len(X) // self._size)
+
+    def __getitem__(self, index):
+        part = slice(index * self._size, (index + 1) * self._size)
+        return X[part], Y[part]
+
+
+class Samples:
+    """Samples one by one; those in ``broken`` cannot be read."""
+
+    def __init__(self, broken=()):
+        self._broken = broken
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, number):
+        if number in self._broken:
+            raise OSError(f"cannot read {number}")
+        return X[number], Y[number]
+
+
+def trained(source, **options) -> list[bytes]:
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential([layers.Input((5,)), layers.Dense(6, activation="tanh"), layers.Dense(3)])
+    model.compile(optimizer="sgd", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    summary = make_trainer(model, source, source, **{"batch_size": 16, "epochs": 2, **options}).fit()
+    return [summary["eval"], *(variable.numpy().tobytes() for variable in model.weights)]
+
+
+SINGLE = tf.data.Dataset.from_tensor_slices((X, Y))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SINGLE.batch(7),
+        Stream(SINGLE.batch(10, drop_remainder=True), batched=True, num_samples=50),
+        Stream(SINGLE.batch(7).filter(lambda *_: True)),
+        InBatches(7),
+        InBatches(16),
+        InBatches(100),
+    ],
+    ids=str,
+)
+def test_batches_train_as_their_samples(source):
+    assert trained(source) == trained(SINGLE)
+
+
+@pytest.mark.parametrize("source", [RandomAccess(Samples()), Samples(), (X, Y), (X.tolist(), Y)], ids=str)
+def test_samples_by_number_train_as_arrays(source):
+    if isinstance(source, tuple):
+        source = tuple(np.asarray(each, like.dtype) for each, like in zip(source, (X, Y), strict=True))
+    assert trained(source) == trained(Arrays(X, Y))
+
+
+class Autoencoder(keras.Model):
+    """Trains on x alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(5)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(x) - x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("source", [X, Arrays(X), SINGLE.map(lambda x, y: x), RandomAccess(list(X))], ids=type)
+def test_models_that_train_on_x_alone(source):
+    def model():
+        keras.utils.set_random_seed(3)
+        model = Autoencoder()
+        model(X[:1])
+        model.compile(optimizer="sgd")
+        return model
+
+    plain, ours = model(), model()
+    source = as_source(source)
+    order = SamplePlan(num_samples=50, batch_size=10, shuffle=not source.keeps_order).order(0)
+    plain.fit(X[order], batch_size=10, shuffle=False, verbose=0)
+    make_trainer(ours, source, batch_size=10, epochs=1).fit()
+    for mine, theirs in zip(ours.weights, plain.weights, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+
+
+def test_x_alone_can_be_augmented():
+    source = Arrays({"a": X}, augment=lambda x, y, seed: ({"a": x["a"] + 1}, y))
+    plan = SamplePlan(num_samples=50, batch_size=50, shuffle=False)
+    data, _ = next(iter(training_dataset(source, plan)))
+    np.testing.assert_array_equal(data["a"], X + 1)
+
+
+@pytest.mark.parametrize("kind", [object, np.str_])
+def test_columns_of_strings(kind):
+    def columns(last: str):
+        words = np.array([f"word {i % 7}" for i in range(49)] + [last], kind)
+        return {"words": words, "numbers": X[:, 0]}
+
+    assert Arrays(columns("end"), Y).facts() == Arrays(columns("en" + "d"), Y).facts()
+    assert Arrays(columns("end"), Y).facts() != Arrays(columns("enb"), Y).facts()
+    batch = next(iter(evaluation_dataset(Arrays(columns("end"), Y), 50, rank=0, size=1)))
+    assert batch[0]["words"].numpy().tolist() == [each.encode() for each in columns("end")["words"]]
+    with pytest.raises(DataError, match=r"numbers or strings\. Received: dtype object, first element \[1\]"):
+        Arrays(np.array([[1], [2, 3]], object), X[:2])
+
+
+def own_mib() -> float:
+    """The memory of this process, without pages of files."""
+    memory = psutil.Process().memory_info()
+    return (memory.rss - memory.shared) / 2**20
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_large_arrays_are_not_copied(mapped, tmp_path):
+    x = np.ones((100 << 10, 256), np.float32)  # 100 MiB
+    if mapped:
+        np.save(tmp_path / "x.npy", x)
+        x = np.load(tmp_path / "x.npy", mmap_mode="r")
+    source = Arrays(x, np.zeros(len(x), np.int32))
+    assert isinstance(source.x, np.memmap) == mapped
+    before = own_mib()
+    batches = iter(training_dataset(source, SamplePlan(num_samples=len(x), batch_size=32)))
+    (rows, _), _ = next(batches)
+    assert rows.shape == (32, 256)
+    assert own_mib() - before < 50
+
+
+def test_unreadable_samples_are_skipped_up_to_the_quota():
+    with pytest.raises(DataError, match=r"at most 1 .* Received: 2.*sample \d+: OSError: cannot read"):
+        trained(RandomAccess(Samples(broken=(3, 30))), bad_samples=1)
+    assert trained(RandomAccess(Samples(broken=(3,))), bad_samples=1) != trained(RandomAccess(Samples()))
+
+
+def test_what_cannot_be_a_source_is_refused():
+    class Shuffled(InBatches):
+        def on_epoch_end(self):
+            pass
+
+    class Uneven(InBatches):
+        def __getitem__(self, index):
+            return X[: 7 - index], Y[: 7 - index]
+
+    class Ragged(Samples):
+        def __getitem__(self, number):
+            return X[number, : 5 - number % 2], Y[number]
+
+    with pytest.raises(UsageError, match=r"same batches in every epoch\. Received: Shuffled, which has on_epoch_end"):
+        Data(Shuffled(7))
+    with pytest.raises(UsageError, match=r"Received: generator\. Wrap a generator"):
+        Data(each for each in X)
+    with pytest.raises(UsageError, match="sample_weight without y"):
+        Arrays(X, sample_weight=Y)
+    with pytest.raises(UsageError, match="Received: int"):
+        RandomAccess(3)
+    with pytest.raises(DataError, match="Received: none"):
+        RandomAccess([])
+    with pytest.raises(DataError, match=r"first sample must be readable.*cannot read 0"):
+        RandomAccess(Samples(broken=(0,)))
+    with pytest.raises(tf.errors.OpError, match="must have the same size"):
+        list(evaluation_dataset(Batches(Uneven(7)), 50, rank=0, size=1))
+    with pytest.raises(tf.errors.OpError, match="the same shapes"):
+        list(evaluation_dataset(RandomAccess(Ragged()), 50, rank=0, size=1))
