@@ -1,5 +1,6 @@
 """Fixtures shared by several test files."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +10,30 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import restarted_jobs
 from made_up_jobs import Job
+
+
+def _signal_handlers() -> dict[signal.Signals, object]:
+    return {
+        number: signal.getsignal(number) for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    }
+
+
+@pytest.fixture(autouse=True)
+def unchanged_signals():
+    """Fails a test that leaves another signal handler: the processes of later tests would inherit an ignored signal."""
+    before = _signal_handlers()
+    yield
+    assert _signal_handlers() == before
+
+
+@pytest.fixture
+def restored_signals(unchanged_signals):
+    """For a test whose code ends the process and therefore ignores signals from then on."""
+    before = _signal_handlers()
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

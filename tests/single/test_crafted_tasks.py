@@ -28,7 +28,7 @@ def test_fields_of_a_task_have_types(name, value):
         Task(**{**FIELDS, name: value})
 
 
-def test_a_task_that_ends_the_process_is_an_error(tmp_path, capfd):
+def test_a_task_that_ends_the_process_is_an_error(tmp_path, capfd, restored_signals):
     path = tmp_path / "my_task.py"
     path.write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(SystemExit) as caught:
