@@ -1,13 +1,13 @@
 """Horovod's BroadcastGlobalVariablesCallback for Keras 3."""
 
-from functools import partial
+import functools
 from typing import Any
 
 import keras
 
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import reduction_checks
+from hvdtrain.optim.hook_state import require_model_hooks
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -30,7 +30,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self._is_done:
             return
         self._is_done = True
-        checks = reduction_checks(self.model.optimizer)
+        hooks = require_model_hooks(self.model)
         if self.model.built:
             replica_consistency.broadcast(self.model)
         elif self.model.run_eagerly:
@@ -41,4 +41,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         else:
             # The first step is traced, which builds the model, before it is run. No other variables may be made there.
             replica_consistency.global_stream()
-            checks.broadcast = partial(replica_consistency.broadcast, self.model)
+            broadcast = functools.cache(functools.partial(replica_consistency.broadcast, self.model))
+            for each in hooks:  # Which optimizer is the first to apply gradients is not known here.
+                each.equal_start.broadcast = broadcast

@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.callbacks.equal_steps import EqualSteps
 from hvdtrain.callbacks.metric_average import MetricAverageCallback
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
@@ -16,6 +15,8 @@ from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import first_difference, share_statistics, shared_statistics
 from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.optim.equal_steps import EqualSteps
+from hvdtrain.optim.hook_state import require_model_hooks
 from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
 
 _BATCH_HOOKS = [f"on_{phase}_batch_{moment}" for phase in ("train", "test", "predict") for moment in ("begin", "end")]
@@ -55,6 +56,9 @@ def distributed(
 
 class DistributedCallbacks(keras.callbacks.Callback):
     """Calls those callbacks that run on this rank; see :func:`distributed`."""
+
+    compares_ranks = True
+    """``model.fit`` adds no checks of its own."""
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], collectives: Collectives):
         super().__init__()
@@ -157,7 +161,10 @@ class DistributedCallbacks(keras.callbacks.Callback):
 
     def _require_equal_replicas(self) -> None:
         require_equal_adapted_layers(self.model, self._collectives, int(self.model.optimizer.iterations.numpy()))
-        variables = [*self.model.trainable_weights, *self.model.optimizer.variables]
+        local = {id(v) for hooks in require_model_hooks(self.model) for v in hooks.local_variables()}
+        variables = [v for v in self.model.trainable_weights if id(v) not in local]
+        if not local:
+            variables += self.model.optimizer.variables
         difference = first_difference(variables, self._collectives)
         if difference is not None:
             path, ranks = difference

@@ -19,6 +19,7 @@ from hvdtrain.system import environment
 from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success, require_regular, write_text
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report, stdout_is_terminal
+from hvdtrain.tasks import Task
 
 _CONFIG, _SUMMARY, _MODEL, _LOCK = "config.json", "summary.json", "model.keras", ".lock"
 _LOCK_TIMEOUT_S = 10.0
@@ -34,6 +35,9 @@ class RunDirectory(Protocol):
 
     @property
     def reporter(self) -> Reporter: ...
+
+    def add_reporters(self, task: Task) -> None:
+        """Adds the task's own reporters."""
 
     def claim(self, resume: str) -> None:
         """Makes the folder this job's own."""
@@ -56,6 +60,9 @@ class NoRunDirectory:
     def __init__(self, path: Path):
         self.path = path
 
+    def add_reporters(self, task: Task) -> None:
+        pass
+
     def claim(self, resume: str) -> None:
         pass
 
@@ -77,13 +84,15 @@ class OwnedRunDirectory:
         self._lock: TextIO | None = None
         self._config: Mapping[str, Any] | None = None
         console = console_reporter(stdout_is_terminal())
-        self.reporter: Reporter = CompositeReporter(
-            [
-                console,
-                JsonLinesReporter(path / "metrics.jsonl"),
-                TensorBoardReporter(path / "tensorboard", console),
-            ]
-        )
+        self._reporters = [
+            console,
+            JsonLinesReporter(path / "metrics.jsonl"),
+            TensorBoardReporter(path / "tensorboard", console),
+        ]
+        self.reporter: Reporter = CompositeReporter(self._reporters)
+
+    def add_reporters(self, task: Task) -> None:
+        self._reporters += task.make_reporters(self.path)
 
     def claim(self, resume: str) -> None:
         """Locks the folder; changes nothing in it.

@@ -75,6 +75,7 @@ def run(config: RunConfig | None, refused: HvdtrainError | None) -> int:
 
 def _make_trainer(config: RunConfig, task: Task, data: Data, run_directory: RunDirectory, session: Session) -> Trainer:
     model = make_model(config, task, data, session.collectives)
+    run_directory.add_reporters(task)
     checkpointer = Checkpointer(
         run_directory.path / "checkpoints",
         model,
@@ -88,6 +89,7 @@ def _make_trainer(config: RunConfig, task: Task, data: Data, run_directory: RunD
         model,
         data,
         config.training,
+        callbacks=task.make_callbacks(),
         reporter=run_directory.reporter,
         checkpointer=checkpointer,
         job_watch=session.job_watch,

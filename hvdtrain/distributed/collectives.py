@@ -33,9 +33,13 @@ class Collectives(Protocol):
         """Each tensor summed over ranks, on its device; on any thread, one call of a name at a time."""
 
     def host_collectives(self) -> "Collectives":
-        """The collectives of the ranks on this rank's host; all ranks must call it.
+        """The collectives of the ranks on this rank's host, as :meth:`split` makes them."""
 
-        Horovod must have been started with ``hvdtrain.init(process_sets=True)``.
+    def split(self, groups: Sequence[Sequence[int]]) -> "Collectives":
+        """The collectives of this rank's group; those of a single process if it is in none, or alone in it.
+
+        All ranks must call it, with the same groups, which share no rank. Horovod must have been started with
+        ``hvdtrain.init(process_sets=True)``.
         """
 
     def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:

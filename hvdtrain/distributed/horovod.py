@@ -40,6 +40,7 @@ class HorovodCollectives:
         # that has made another one before would wait for the others forever.
         self._call_options: dict[str, Any] = {"ignore_name_scope": True}
         self._compiled_sums: dict[str, Callable[..., Any]] = {}
+        self._process_sets: dict[tuple[int, ...], Any] = {}
         self._num_reducers = 0
         if hvd.size() < launcher.size:
             raise UsageError(
@@ -116,9 +117,14 @@ class HorovodCollectives:
         # If hosts have different numbers of ranks, cross_rank does not identify them.
         host = self.cross_rank if self._hvd.is_homogeneous() else network.host_name()
         hosts = self.allgather(host)
-        groups = [[rank for rank, each in enumerate(hosts) if each == host] for host in sorted(set(hosts))]
-        # Every rank adds all sets: Horovod numbers them in the order in which they are added.
-        sets = [self._hvd.add_process_set(group) for group in groups if len(group) > 1]
+        return self.split([[rank for rank, each in enumerate(hosts) if each == host] for host in sorted(set(hosts))])
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        for group in map(tuple, groups):
+            # Every rank adds all sets: Horovod numbers them in the order in which they are added, and each once.
+            if len(group) > 1 and group not in self._process_sets:
+                self._process_sets[group] = self._hvd.add_process_set(list(group))
+        sets = [self._process_sets[tuple(group)] for group in groups if len(group) > 1]
         mine = [each for each in sets if self.rank in each.ranks]
         return ProcessSetCollectives(self, mine[0]) if mine else SingleProcessCollectives(self.rank)
 
@@ -291,9 +297,10 @@ class HorovodCollectives:
 
 
 class ProcessSetCollectives(HorovodCollectives):
-    """The collectives of the ranks of one host, a Horovod process set."""
+    """The collectives of some of the ranks, a Horovod process set; they count as one host."""
 
     def __init__(self, world: HorovodCollectives, process_set: Any):
+        self._process_set = process_set
         self._hvd = world._hvd
         self._call_options = {**world._call_options, "process_set": process_set}
         self._compiled_sums = {}
@@ -301,11 +308,19 @@ class ProcessSetCollectives(HorovodCollectives):
 
     @property
     def rank(self) -> int:
-        return self.local_rank
+        return self._process_set.rank()
 
     @property
     def size(self) -> int:
-        return self.local_size
+        return self._process_set.size()
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank
+
+    @property
+    def local_size(self) -> int:
+        return self.size
 
     @property
     def cross_rank(self) -> int:

@@ -1,6 +1,7 @@
 """Starts a rank: environment, Horovod, GPU, threads and seeds."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -34,6 +35,8 @@ class Runtime:
 
     topology: Topology
     collectives: Collectives
+    process_sets: bool = False
+    """Whether Horovod was started with them."""
 
 
 _runtime: Runtime | None = None
@@ -57,7 +60,7 @@ def init(
             ``tf.function`` from a ``tf.py_function`` needs 2.
         deterministic: make runs bit-identical, at the cost of speed.
         timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
-        process_sets: whether the ranks of one host will average among themselves.
+        process_sets: whether some of the ranks will average among themselves (:func:`process_set`).
 
     Raises:
         UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
@@ -99,7 +102,30 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None, proce
         threads=tf.config.threading.get_intra_op_parallelism_threads(),
         launcher=launcher.name,
     )
-    return Runtime(topology, collectives)
+    return Runtime(topology, collectives, process_sets)
+
+
+def process_set(ranks: Sequence[int]) -> Collectives:
+    """What some of the ranks average with among themselves: pass it as ``collectives`` to what shall use it.
+
+    All ranks must call it with the same ranks; a rank that is not among them receives the collectives of a single
+    process, so that it trains alone.
+
+    Args:
+        ranks: at least two different ones.
+
+    Raises:
+        UsageError: the ranks break that rule, or ``hvdtrain.init`` was called without ``process_sets=True``.
+    """
+    runtime = current()
+    size = runtime.collectives.size
+    if len(set(ranks)) < 2 or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(size)):
+        raise UsageError(
+            f"ranks of a process set must be at least two different ones from 0 to {size - 1}. Received: {list(ranks)}"
+        )
+    if not runtime.process_sets:
+        raise UsageError("process sets need hvdtrain.init(process_sets=True). Received: init without it.")
+    return runtime.collectives.split([sorted(ranks)])
 
 
 def current() -> Runtime:

@@ -40,6 +40,9 @@ class SingleProcessCollectives:
     def host_collectives(self) -> Collectives:
         return self
 
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return self
+
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         pass
 

@@ -1,5 +1,8 @@
 """``hvd.DistributedOptimizer`` for Keras 3: an optimizer that applies gradients reduced over all ranks."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -8,9 +11,9 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.hook_state import GradientHooks, gradient_hooks
 from hvdtrain.optim.hooks import install_gradient_hooks
-from hvdtrain.optim.reduction_checks import ReductionChecks
 
 
 def DistributedOptimizer(
@@ -58,7 +61,48 @@ def DistributedOptimizer(
     collectives = collectives or runtime.current().collectives
     for leaf in leaves(optimizer):
         reducer = collectives.gradient_reducer(reduction)
-        install_gradient_hooks(leaf, GradientHooks(reduction, collectives, reducer, ReductionChecks(collectives)))
+        install_gradient_hooks(leaf, GradientHooks(reduction, collectives, reducer, EqualStart(collectives)))
+    return optimizer
+
+
+def PartialDistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    *,
+    local_layers: Sequence[keras.layers.Layer | keras.Variable],
+    **options: Any,
+) -> keras.optimizers.Optimizer:
+    """A :func:`DistributedOptimizer` that averages the gradients of all variables but those of some layers.
+
+    Each rank trains its own values of them, by its own samples' share of the gradient over the whole batch: for layers
+    that only this rank's samples pass through. For ``model.fit`` and loops of your own. ``hvdtrain.broadcast`` makes
+    them equal too: give them other values after it. A checkpoint holds rank 0's; save those of other ranks on these.
+
+    Args:
+        local_layers: layers, or single variables; they may be built later.
+        options: those of :func:`DistributedOptimizer`.
+
+    Raises:
+        UsageError: as :func:`DistributedOptimizer`; or the optimizer clips by the norm of all gradients, which would
+            differ between ranks, or has ``op="adasum"``.
+    """
+    local = list(local_layers)
+    if bad := [each for each in local if not isinstance(each, keras.layers.Layer | keras.Variable)]:
+        raise UsageError(f"local_layers must be Keras layers or variables. Received: {bad[0]!r}")
+    for leaf in leaves(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []:
+        if leaf.global_clipnorm is not None:
+            raise UsageError(
+                "with local_layers, the norm of all gradients differs between ranks, and so would the variables that "
+                f"they share. Received: global_clipnorm={leaf.global_clipnorm}. Use clipnorm or clipvalue."
+            )
+    if options.get("op") == "adasum":
+        raise UsageError("op must be average or sum with local_layers. Received: adasum")
+
+    def local_variables() -> list[keras.Variable]:
+        return [v for each in local for v in (each.weights if isinstance(each, keras.layers.Layer) else [each])]
+
+    optimizer = DistributedOptimizer(optimizer, **options)
+    for leaf in leaves(optimizer):
+        require_hooks(leaf).local_variables = local_variables
     return optimizer
 
 
@@ -71,6 +115,12 @@ def require_distributed(
         UsageError: it does not accumulate as many micro-batches as the trainer makes of a step.
     """
     for leaf in leaves(optimizer):
+        hooks = gradient_hooks(leaf)
+        if hooks is not None and hooks.local_variables():
+            raise UsageError(
+                "a trainer keeps all replicas equal. Received: an optimizer with local_layers. Use model.fit or a loop "
+                "of your own."
+            )
         if (leaf.gradient_accumulation_steps or 1) != gradient_accumulation_steps:
             raise UsageError(
                 "gradient_accumulation_steps of the trainer and of its optimizer must be equal. Received: "
@@ -104,21 +154,6 @@ def require_hooks(optimizer: keras.optimizers.Optimizer) -> GradientHooks:
     hooks = gradient_hooks(optimizer)
     assert hooks is not None, optimizer
     return hooks
-
-
-def reduction_checks(optimizer: keras.optimizers.Optimizer) -> ReductionChecks:
-    """What an optimizer checks before its first reduction of a step.
-
-    Raises:
-        UsageError: it is not distributed.
-    """
-    hooks = gradient_hooks(optimizer)
-    if hooks is None:
-        raise UsageError(
-            f"the model must be compiled with a distributed optimizer. Received: {optimizer.name}, which averages "
-            "nothing over ranks. Pass hvdtrain.DistributedOptimizer(optimizer) to model.compile."
-        )
-    return hooks.checks
 
 
 def gradient_bytes(optimizer: keras.optimizers.Optimizer) -> int:

@@ -10,8 +10,10 @@ import tensorflow as tf
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
-from hvdtrain.distributed.optimizers import leaves
-from hvdtrain.optim.reduction_checks import ReductionChecks
+from hvdtrain.distributed.optimizers import leaves, leaves_of
+from hvdtrain.errors import UsageError
+from hvdtrain.optim.epoch_steps import EpochSteps
+from hvdtrain.optim.equal_start import EqualStart
 
 Monitor = Callable[[ReducedGradients, Sequence[keras.Variable]], list[Gradient]]
 """Receives a step's reduced gradients and their variables, and returns the gradients to apply."""
@@ -43,7 +45,11 @@ class GradientHooks:
     reduction: ReductionConfig
     collectives: Collectives
     reduce: GradientReducer
-    checks: ReductionChecks
+    equal_start: EqualStart
+    epoch_steps: EpochSteps | None = None
+    """If not None, counts steps in ``model.fit``; compiled steps must be compiled anew when it changes."""
+    local_variables: Callable[[], Sequence[keras.Variable]] = list
+    """Returns the variables whose gradients are not reduced: each rank trains its own."""
     monitor: Monitor | None = None
     applies: tf.Variable | None = None
     """If not None, updates are made only while it is true."""
@@ -77,3 +83,24 @@ def installed_hooks(optimizer: keras.optimizers.Optimizer) -> InstalledHooks:
 def gradient_hooks(optimizer: keras.optimizers.Optimizer) -> GradientHooks | None:
     """The hooks of a distributed optimizer; None for a plain one."""
     return installed_hooks(leaves(optimizer)[0]).gradient
+
+
+def model_hooks(model: keras.Model) -> list[GradientHooks]:
+    """The hooks of the distributed optimizers that a model trains with."""
+    return [hooks for leaf in leaves_of(model) if (hooks := installed_hooks(leaf).gradient) is not None]
+
+
+def require_model_hooks(model: keras.Model) -> list[GradientHooks]:
+    """The same, at least one.
+
+    Raises:
+        UsageError: no optimizer of the model is distributed.
+    """
+    found = model_hooks(model)
+    if not found:
+        name = getattr(model.optimizer, "name", None)
+        raise UsageError(
+            f"the model must be compiled with a distributed optimizer. Received: {name}, which averages nothing over "
+            "ranks. Pass hvdtrain.DistributedOptimizer(optimizer) to model.compile."
+        )
+    return found

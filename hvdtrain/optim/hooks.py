@@ -21,8 +21,9 @@ Keras' classes, and do nothing unless the model's optimizer is distributed.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import keras
@@ -33,14 +34,27 @@ from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import (
     Gradient,
+    ReducedGradients,
+    unreduced,
+    values_of,
+    with_unique_rows,
+    with_values,
     without_left_out_samples,
 )
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves_of, optimizers_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update, ramped_momentum
+from hvdtrain.optim.equal_steps import RequireEqualRanks
 from hvdtrain.optim.fused_sgd import fused_update_step
 from hvdtrain.optim.global_loss import LossScope, loss_over_ranks, loss_scope, losses_over_ranks
-from hvdtrain.optim.hook_state import GradientHooks, InstalledHooks, LoopHooks, gradient_hooks, installed_hooks
+from hvdtrain.optim.hook_state import (
+    GradientHooks,
+    InstalledHooks,
+    LoopHooks,
+    gradient_hooks,
+    installed_hooks,
+    model_hooks,
+)
 
 # Step 1: the forward pass.
 
@@ -84,20 +98,35 @@ def synchronize_batch_normalization(
 
 _compute_loss_here = keras.losses.Loss.__call__
 _make_train_function_here = keras.Model.make_train_function
+_fit_here = keras.Model.fit
+_fit_signature = inspect.signature(_fit_here)
 _aggregate_additional_loss_here = keras.Model._aggregate_additional_loss
 
 
 def _compute_loss_over_ranks(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-    return loss_over_ranks(self, partial(_compute_loss_here, self), y_true, y_pred, sample_weight)
+    return loss_over_ranks(self, functools.partial(_compute_loss_here, self), y_true, y_pred, sample_weight)
 
 
 def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
     """For ``model.fit`` and ``model.train_on_batch``: Keras compiles a ``train_step`` that is run by the hooks."""
-    restore = _replace(self, "train_step", partial(run_train_step, self, self.train_step))
+    restore = _replace(self, "train_step", functools.partial(run_train_step, self, self.train_step))
     try:
         _make_train_function_here(self, force)
     finally:
         restore()
+
+
+@functools.wraps(_fit_here)
+def _fit_and_compare_ranks(self: Any, *arguments: Any, **named: Any) -> Any:
+    """Ranks that make different numbers of steps, or whose callbacks decide differently, are noticed."""
+    call = _fit_signature.bind(self, *arguments, **named)
+    callbacks = call.arguments.get("callbacks") or []
+    hooks = next(iter(model_hooks(self)), None)
+    if hooks is not None and hooks.collectives.size > 1 and not isinstance(callbacks, keras.callbacks.CallbackList):
+        callbacks = tf.nest.flatten(callbacks)
+        if not any(getattr(each, "compares_ranks", False) for each in callbacks):
+            call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(hooks.collectives)]
+    return _fit_here(*call.args, **call.kwargs)
 
 
 def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
@@ -109,7 +138,7 @@ def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
 
 def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:
     """Compiles a model's ``test_step``, run by a function that receives it and its data."""
-    restore = _replace(model, "test_step", partial(run, model.test_step))
+    restore = _replace(model, "test_step", functools.partial(run, model.test_step))
     try:
         model.make_test_function(force=True)
     finally:
@@ -118,17 +147,21 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
+keras.Model.fit = _fit_and_compare_ranks
 keras.Model._aggregate_additional_loss = _add_share_of_loss
 
 
 def run_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
     """Runs a model's ``train_step``; its losses are combined over the ranks that reduce its gradients."""
-    optimizers = optimizers_of(model)
-    hooks = next((each for each in map(gradient_hooks, optimizers) if each is not None), None)
-    if hooks is None or hooks.reduction.op == "adasum":
+    hooks = next(iter(model_hooks(model)), None)
+    if hooks is None:
+        return train_step(data)
+    if hooks.epoch_steps is not None:
+        data = hooks.epoch_steps.count(data)
+    if hooks.reduction.op == "adasum":
         return train_step(data)
     scope = LossScope(hooks.collectives, sums_gradients=hooks.reduction.op == "sum")
-    if (loop := installed_hooks(optimizers[0]).loop) is not None:
+    if (loop := installed_hooks(optimizers_of(model)[0]).loop) is not None:
         scope = dataclasses.replace(scope, sample_weight=loop.sample_weight, jit_compile=loop.jit_compile)
     with losses_over_ranks(scope):
         return train_step(data)
@@ -330,12 +363,15 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
 
     def reduce_then_clip(gradients: list[Gradient]) -> list[Gradient]:
         hooks.num_reductions += 1
-        updated = [*hooks.variables, *optimizer.variables]
-        with tf.control_dependencies(hooks.checks.run(gradients, updated, hooks.collectives)):
-            if hooks.step_weight is None:
-                reduced = hooks.reduce(gradients)
-            else:
-                reduced = without_left_out_samples(hooks.reduce([*gradients, hooks.step_weight()]))
+        local = {id(variable) for variable in hooks.local_variables()}
+        shared = [variable for variable in hooks.variables if id(variable) not in local]
+        hooks.equal_start.require([*shared, *optimizer.variables], hooks.collectives)
+        if local:
+            reduced = _with_local_gradients(gradients, [id(variable) in local for variable in hooks.variables], hooks)
+        elif hooks.step_weight is None:
+            reduced = hooks.reduce(gradients)
+        else:
+            reduced = without_left_out_samples(hooks.reduce([*gradients, hooks.step_weight()]))
         return clip(reduced.gradients if hooks.monitor is None else hooks.monitor(reduced, hooks.variables))
 
     def ramp_and_update_ema(trainable_variables: Sequence[keras.Variable]) -> None:
@@ -349,6 +385,22 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
     optimizer.update_step = fused_update_step(optimizer)
     optimizer._update_model_variables_moving_average = ramp_and_update_ema
     installed_hooks(optimizer).gradient = hooks
+
+
+def _with_local_gradients(gradients: list[Gradient], is_local: list[bool], hooks: GradientHooks) -> ReducedGradients:
+    """Reduces the others; a local one is this rank's share of the gradient over the whole batch."""
+    shared = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
+    reduced = iter(hooks.reduce(shared).gradients if shared else [])
+    # With op="sum", a rank's own gradient is its share already.
+    share = 1 if hooks.reduction.op == "sum" else 1 / hooks.collectives.size
+
+    def share_of(gradient: Gradient) -> Gradient:
+        gradient = with_unique_rows(gradient)
+        return with_values(gradient, values_of(gradient) * tf.cast(share, gradient.dtype))
+
+    return unreduced(
+        [share_of(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]
+    )
 
 
 @contextlib.contextmanager

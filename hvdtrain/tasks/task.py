@@ -9,6 +9,7 @@ import keras
 
 from hvdtrain.data import Data
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.loggers.reporter import Reporter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,13 +32,18 @@ class Task:
     optimizer: str | Callable[[], keras.optimizers.Optimizer] = "adam"
     """A value of ``--optimizer``, or a function that returns an optimizer with a constant learning rate; command-line
     options override its settings."""
+    callbacks: Callable[[], list[keras.callbacks.Callback]] = list
+    """Returns Keras callbacks, the same on every rank. Writers such as ModelCheckpoint run on rank 0."""
+    reporters: Callable[[Path], list[Reporter]] = lambda run_dir: []
+    """Returns what receives the run's events besides the console and the files of the run directory, which is passed
+    to it; called on rank 0 only."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Defaults of command-line options, named with underscores: ``{"batch_size": 128, "epochs": 10}``."""
     make_sample_data: Callable[[Path], None] | None = None
     """Writes small, learnable files in the task's format to a folder (``--make-sample-data``)."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "data", "metrics"):
+        for name in ("model", "data", "metrics", "callbacks", "reporters"):
             self._require(name, callable(getattr(self, name)), "a function")
         for name in ("loss", "optimizer"):
             value = getattr(self, name)
@@ -65,6 +71,20 @@ class Task:
                 f"it once on a batch. Received: {model!r}"
             )
         return model
+
+    def make_callbacks(self) -> list[keras.callbacks.Callback]:
+        """Makes the callbacks. Raises UsageError if they are no list of Keras callbacks."""
+        return self._made_list("callbacks", self.callbacks(), keras.callbacks.Callback)
+
+    def make_reporters(self, run_dir: Path) -> list[Reporter]:
+        """Makes the reporters. Raises UsageError if they are no list of reporters."""
+        return self._made_list("reporters", self.reporters(run_dir), Reporter)
+
+    @staticmethod
+    def _made_list(name: str, made: Any, of_type: type) -> list[Any]:
+        if not isinstance(made, list) or not all(isinstance(each, of_type) for each in made):
+            raise UsageError(f"a task's {name} must return a list of {of_type.__name__}. Received: {made!r:.200}")
+        return made
 
     def read_data(self, data_dir: Path | None) -> Data:
         """Reads the data. Raises UsageError if the task returns another type."""

@@ -15,10 +15,10 @@ from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.distributed_optimizer import require_hooks
+from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.global_loss import loss_error
-from hvdtrain.optim.hook_state import LoopHooks, gradient_hooks
+from hvdtrain.optim.hook_state import LoopHooks, model_hooks
 from hvdtrain.optim.hooks import install_loop_hooks, run_train_step
-from hvdtrain.optim.reduction_checks import ReductionChecks
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.gradient_monitor import GradientMonitor, is_not_finite
 from hvdtrain.training.returned_results import ReturnedResults
@@ -253,13 +253,13 @@ def build_by_tracing(model: keras.Model, element_spec: Any) -> None:
         optimizers_of(model) == [model.optimizer] or all(each.built for each in optimizers_of(model))
     ):
         data, _ = element_spec
-        distributed = [hooks for hooks in map(gradient_hooks, leaves_of(model)) if hooks is not None]
+        distributed = model_hooks(model)
         for hooks in distributed:
-            hooks.checks = ReductionChecks(SingleProcessCollectives())  # Replicas become equal later.
+            hooks.equal_start = EqualStart(SingleProcessCollectives())  # Replicas become equal later.
         step = tf.function(tf.autograph.experimental.do_not_convert(lambda data: [model.train_step(data), None][1]))
         step.get_concrete_function(data)
         for hooks in distributed:
-            hooks.checks = ReductionChecks(hooks.collectives)
+            hooks.equal_start = EqualStart(hooks.collectives)
         model.reset_metrics()
     if not model.variables:
         raise UsageError(f"model {model.name!r} must have variables to train. Received: none.")

@@ -35,7 +35,7 @@ TEST_SHARD = TEST_X[CUTS[RANK] : CUTS[RANK + 1]], TEST_Y[CUTS[RANK] : CUTS[RANK 
 def compiled(optimizer=None, model=None, **options) -> keras.Model:
     model = model or dense_model()
     optimizer = hvdtrain.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
-    model.compile(optimizer=optimizer, loss=loss(), jit_compile=False, **{"metrics": ["accuracy"], **options})
+    model.compile(optimizer=optimizer, jit_compile=False, **{"loss": loss(), "metrics": ["accuracy"], **options})
     return model
 
 
@@ -264,27 +264,60 @@ def test_what_cannot_work_is_refused(folder):
         fit(distributed([LearningRateWarmupCallback(0.1)]), compiled(keras.optimizers.SGD(rate)))
 
 
-def test_different_numbers_of_steps_are_refused_before_the_first():
+WITH_AND_WITHOUT = pytest.mark.parametrize("callbacks", [distributed, list])
+
+
+@WITH_AND_WITHOUT
+def test_different_numbers_of_steps_are_refused_before_the_first(callbacks):
     count = len(SHARD_X) - (BATCH if RANK == 1 else 0)
     found = r"same number of steps per epoch\. Received: 8 on rank 0, 7 on rank 1.* Rank 1 would end .* after step 7"
     with pytest.raises(UsageError, match=found):
-        fit(distributed(), x=SHARD_X[:count], y=SHARD_Y[:count])
+        fit(callbacks(), x=SHARD_X[:count], y=SHARD_Y[:count])
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+def of_unknown_length(count=None) -> tf.data.Dataset:
+    spec = (tf.TensorSpec((6,)), tf.TensorSpec((), tf.int32))
+    pairs = zip(SHARD_X[:count], SHARD_Y[:count], strict=True)
+    dataset = tf.data.Dataset.from_generator(lambda: iter(list(pairs)), output_signature=spec)
+    return dataset.cache().batch(BATCH)
+
+
+# The loss of ignore_class is reduced in the forward pass, before any gradient.
+@WITH_AND_WITHOUT
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_per_execution": 3},
+        {"run_eagerly": True, "metrics": None},
+        {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)},
+    ],
+    ids=["graph", "three steps a call", "eager", "loss over ranks"],
+)
 @pytest.mark.parametrize("validates", [False, True])
-def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(steps_per_execution, validates):
-    def dataset():
-        spec = (tf.TensorSpec((6,)), tf.TensorSpec((), tf.int32))
-        return tf.data.Dataset.from_generator(lambda: iter(samples_of), output_signature=spec).batch(BATCH)
-
-    samples_of = list(zip(SHARD_X, SHARD_Y, strict=True))
-    options = {"y": None, "batch_size": None, "validation_data": TEST_SHARD if validates else None}
-    model = compiled(steps_per_execution=steps_per_execution)
-    fit(distributed(), model, epochs=2, x=dataset(), **options)
-    samples_of = samples_of[: 5 * BATCH] if RANK == 1 else samples_of
+def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(callbacks, options, validates):
+    arguments = {"y": None, "batch_size": None, "validation_data": TEST_SHARD if validates else None}
+    model = compiled(**options)
+    fit(callbacks(), model, epochs=2, x=of_unknown_length(), **arguments)
+    short = of_unknown_length(5 * BATCH if RANK == 1 else len(SHARD_X))
     with pytest.raises(UsageError, match=r"Received: rank 1 ended epoch 1 after 5 steps, and other ranks have more"):
-        fit(distributed(), model, x=dataset(), **options)
+        fit(callbacks(), model, x=short, **arguments)
+
+
+def test_callbacks_that_decide_differently_are_detected_without_distributed():
+    def stop(epoch, logs):
+        model.stop_training = epoch == 1 and RANK == 1
+
+    def change_rate(epoch, logs):
+        model.optimizer.learning_rate = 0.1 * (RANK + 1)
+
+    for decide, found in [
+        (stop, "stop_training after epoch 2: False on rank 0, True on rank 1"),
+        (change_rate, "rate"),
+    ]:
+        model = compiled()
+        with pytest.raises(UsageError, match=f"must decide alike .*{found}.*callbacks.distributed"):
+            fit([keras.callbacks.LambdaCallback(on_epoch_end=decide)], model)
 
 
 def test_a_forgotten_broadcast_is_detected_at_the_first_step():

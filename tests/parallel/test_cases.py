@@ -14,11 +14,12 @@ JOBS = {
     ("training", 2): 41,
     ("faults", 2): 19,
     ("callbacks", 2): 15,
-    ("fit", 2): 27,
+    ("fit", 2): 42,
     ("metrics", 2): 35,
     ("resume", 2): 12,
     ("local_sgd", 2): 25,
     ("averager", 2): 13,
+    ("subsets", 4): 13,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2 and name != "optimizer"}

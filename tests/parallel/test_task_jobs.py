@@ -136,3 +136,43 @@ def test_exported_models_load_without_hvdtrain_and_predict_the_same(runs, tmp_pa
         assert done.returncode == 0, done.stderr
         for task in TASKS:
             assert np.allclose(np.load(tmp_path / f"{task}-{kind}.npy"), expected[task], atol=1e-5), (task, kind)
+
+
+OWN_TASK = """
+import keras
+import numpy as np
+import hvdtrain
+from hvdtrain.data import Arrays, Data
+from hvdtrain.loggers.reporter import Reporter
+
+X = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
+
+
+class Log(Reporter):
+    def __init__(self, path):
+        self.path = path
+
+    def progressed(self, step, values):
+        with open(self.path, "a") as file:
+            print(step, *sorted(values), file=file)
+
+
+TASK = hvdtrain.Task(
+    model=lambda data: keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)]),
+    data=lambda folder: Data(Arrays(X, 2 * X)),
+    loss="mse",
+    callbacks=lambda: [keras.callbacks.EarlyStopping("loss", min_delta=1e9, patience=1)],
+    reporters=lambda run_dir: [Log(run_dir / "own.log")],
+    defaults={"epochs": 50, "batch_size": 16, "log_every": 2},
+)
+"""
+
+
+def test_callbacks_and_reporters_of_a_task(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_TASK)
+    run_all([["--task", path, "--run-dir", tmp_path / "run"]], tmp_path / "output", ranks=2, timeout_s=90)
+    assert summary(tmp_path / "run")["steps"] == 4  # Two epochs: the loss never falls by 1e9.
+    lines = (tmp_path / "run" / "own.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["2", "4"]
+    assert all("loss" in line.split() for line in lines)

@@ -1,13 +1,15 @@
 """Refuses different numbers of steps in ``model.fit``: a rank would wait forever for one that has ended."""
 
+from typing import Any
+
 import keras
 
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import reduction_checks
-from hvdtrain.optim.reduction_checks import EpochSteps
+from hvdtrain.optim.epoch_steps import EpochSteps
+from hvdtrain.optim.hook_state import require_model_hooks
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
@@ -32,9 +34,9 @@ class EqualSteps:
                 f"{_RULE} Received: {found}. Rank {all_ranks.index(fewest)} would end its epoch after step {fewest}, "
                 f"and the others would wait for it in the next. {_REMEDY}"
             )
-        checks = reduction_checks(model.optimizer)
-        before = checks.epoch_steps
-        self._steps = checks.epoch_steps = before or EpochSteps(collectives)
+        hooks = require_model_hooks(model)[0]
+        before = hooks.epoch_steps
+        self._steps = hooks.epoch_steps = before or EpochSteps(collectives)
         ends_together = None in all_ranks
         if before is None or before.ends_together != ends_together:
             self._steps.ends_together = ends_together
@@ -57,11 +59,60 @@ class EqualSteps:
             raise self._error(f"{names} ended epoch {self._epoch + 1} after {made} steps")
         if self._steps_per_epoch is None or self._model.stop_training:
             return
-        expected = self._steps_per_epoch // (leaves_of(self._model)[0].gradient_accumulation_steps or 1)
-        if made < expected:
+        if made < self._steps_per_epoch:
             # Raised on this rank only: the others are in a step that it will not make, and end with the job.
             rank = self._collectives.rank
-            raise self._error(f"rank {rank} ended epoch {self._epoch + 1} after {made} of {expected} steps")
+            raise self._error(
+                f"rank {rank} ended epoch {self._epoch + 1} after {made} of {self._steps_per_epoch} steps"
+            )
 
     def _error(self, found: str) -> UsageError:
         return UsageError(f"{_RULE} Received: {found}, and other ranks have more data. {_REMEDY}")
+
+
+class RequireEqualRanks(keras.callbacks.Callback):
+    """What ``model.fit`` checks without ``hvdtrain.callbacks.distributed``, of each rank's own callbacks and data.
+
+    Raises:
+        UsageError: ranks make different numbers of steps, stop after different epochs, or have different learning
+            rates.
+    """
+
+    def __init__(self, collectives: Collectives):
+        super().__init__()
+        self._collectives = collectives
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._has_stopped_in_epoch = False
+        self._steps_have_ended = False
+        self._steps.epoch_begins(epoch)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._end_steps()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # The last of all callbacks: others have decided.
+        self._end_steps()
+        if self._has_stopped_in_epoch:
+            return  # Other ranks may be in a step.
+        rates = [float(each.learning_rate) for each in leaves_of(self.model)]
+        decisions = {"stop_training": bool(self.model.stop_training), "learning_rate": rates}
+        all_ranks = self._collectives.allgather(decisions)
+        for name in decisions:
+            values = [each[name] for each in all_ranks]
+            if any(value != values[0] for value in values):
+                found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                raise UsageError(
+                    f"callbacks must decide alike on all ranks. Received: {name} after epoch {epoch + 1}: {found}. "
+                    "Each rank's callbacks see its own metrics; pass them through hvdtrain.callbacks.distributed."
+                )
+
+    def _end_steps(self) -> None:
+        if self._steps_have_ended:
+            return
+        self._steps_have_ended = True
+        self._has_stopped_in_epoch = bool(self.model.stop_training)
+        self._steps.epoch_ends()
