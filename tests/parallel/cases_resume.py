@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, relative_difference, values
-from stopped_runs import StopAt, StopInEvaluation, assert_same_results, make_run, results_of, stopped
+from stopped_runs import StopAt, StopInEvaluation, TwoOptimizers, assert_same_results, make_run, results_of, stopped
 from trainings import (
     COLLECTIVES,
     GLOBAL_BATCH,
@@ -83,6 +83,22 @@ def test_a_completed_run_is_extended(folder):
     assert make_run(optimizer, folder, steps=STEPS // 2 + 1).fit()["steps"] == STEPS // 2 + 1
     trainer = make_run(optimizer, folder, weights=300 + RANK, check_every=3)
     assert_same_results(results_of(trainer, trainer.fit()), end)
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "local", "sync_every": 3}, {"mode": "local", "overlap": True}])
+def test_all_optimizers_of_a_model_resume(options, folder, watch):
+    options = {"make_model": TwoOptimizers, **options}
+    adam = lambda: keras.optimizers.Adam(0.01)
+    uninterrupted = make_run(adam, **options)
+    end = results_of(uninterrupted, uninterrupted.fit())
+    stopped(make_run(adam, folder, callbacks=[StopAt(watch, 10)], job_watch=watch, **options))
+    trainer = make_run(adam, folder, weights=300 + RANK, **options)
+    summary = trainer.fit()
+    assert summary["resumed_from"] == 10
+    assert_same_results(results_of(trainer, summary), end)
+    # iterations, learning rate, and two slots for each of two variables
+    assert len(trainer.model.first_optimizer.variables) == len(trainer.model.optimizer.variables) == 6
+    assert int(trainer.model.first_optimizer.iterations) == STEPS
 
 
 def test_mixed_precision_resumes_with_its_loss_scale(folder, watch):

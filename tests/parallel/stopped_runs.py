@@ -13,6 +13,7 @@ from trainings import COLLECTIVES, GLOBAL_BATCH, RANK, SIZE, STEPS, X, Y
 
 import hvdtrain
 from hvdtrain.data import Arrays
+from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.errors import StoppedEarly
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 
@@ -57,6 +58,27 @@ def noisy_model() -> keras.Model:
     )
 
 
+class TwoOptimizers(keras.Sequential):
+    """The first layer has an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__([layers.Input((6,)), layers.Dense(16, activation="tanh"), layers.Dense(NUM_CLASSES)])
+        self.first_optimizer = keras.optimizers.RMSprop(0.01, momentum=0.9)
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred, sample_weight)
+            self._loss_tracker.update_state(loss, sample_weight=keras.ops.shape(y)[0])
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_weights
+        gradients = tape.gradient(scaled, variables)
+        self.first_optimizer.apply(gradients[:2], variables[:2])
+        self.optimizer.apply(gradients[2:], variables[2:])
+        return self.compute_metrics(x, y, y_pred, sample_weight)
+
+
 def augment(x, y, seed):
     return x + tf.random.stateless_normal(tf.shape(x), seed, stddev=0.1), y
 
@@ -94,7 +116,7 @@ def make_run(
 
 def results_of(trainer, summary) -> tuple:
     """What a run has computed: weights, optimizer, random streams and summary."""
-    everything = [values(trainer.model.weights), values(trainer.model.optimizer.variables)]
+    everything = [values(trainer.model.weights), values(optimizer_variables(trainer.model))]
     own = [v.numpy() for v in trainer.model.variables]  # random streams included
     return everything, own, {name: summary[name] for name in ("loss", "metrics", "eval", "samples", "weights_sha256")}
 

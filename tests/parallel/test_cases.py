@@ -16,7 +16,7 @@ JOBS = {
     ("callbacks", 2): 15,
     ("fit", 2): 42,
     ("metrics", 2): 35,
-    ("resume", 2): 12,
+    ("resume", 2): 15,
     ("local_sgd", 2): 25,
     ("averager", 2): 13,
     ("subsets", 4): 13,
