@@ -18,6 +18,7 @@ from hvdtrain.config.fields import Config, shown
 from hvdtrain.config.loading import read_options
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.system import environment
+from hvdtrain.system.atomic_files import require_regular
 from hvdtrain.system.tensorflow_start import import_tensorflow
 
 # The module that runs each command. It imports TensorFlow, so that it is only loaded when its command is run.
@@ -107,10 +108,17 @@ def _require_folders(config: Any) -> None:
     if config.data_dir is not None and not os.path.isdir(config.data_dir):  # False also for a name that is too long
         raise DataError(f"--data-dir must be an existing folder. Received: {shown(config.data_dir)}")
     timeline = config.runtime.timeline
-    if timeline is not None and not (
-        os.path.isdir(Path(timeline).absolute().parent) and (os.path.isfile(timeline) or not os.path.exists(timeline))
-    ):
+    if timeline is not None and not _can_be_written(Path(timeline)):
         raise DataError(f"--timeline must be a file in an existing folder. Received: {shown(timeline)}")
+
+
+def _can_be_written(path: Path) -> bool:
+    """Whether Horovod could open a file: where it cannot, it writes nothing and says nothing."""
+    try:
+        require_regular(path)
+        return path.absolute().parent.is_dir()
+    except (OSError, ValueError):  # a name that is too long, or has a null character
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:

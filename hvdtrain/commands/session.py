@@ -12,9 +12,11 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import RuntimeConfig
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.fault_tolerance.collective_errors import exit_code_of, on_every_rank
+from hvdtrain.fault_tolerance.config import JobWatchConfig
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.shutdown import end_job
-from hvdtrain.system import versions
+from hvdtrain.fault_tolerance.start_watch import StartWatch
+from hvdtrain.system import environment, versions
 from hvdtrain.system.supervisor_client import note_exit_code
 
 # May differ between ranks: folders and cores belong to a host.
@@ -53,16 +55,19 @@ def run_on_ranks(
     """
     collectives = None
     job_watch: JobWatch | None = None
+    options = RuntimeConfig() if config is None else config.runtime
+    start_timeout_s = (JobWatchConfig() if config is None else config.job_watch).stall_timeout
+    environment.set_gloo_timeout(start_timeout_s)
     try:
-        options = RuntimeConfig() if config is None else config.runtime
-        runtime.init(**as_dict(options), process_sets=process_sets)
-        collectives = runtime.current().collectives
-        accepted = on_every_rank(lambda: _accepted(config, refused), collectives)
-        shared = {flag_of(name): value for name, value in as_dict(accepted).items() if name not in RANK_OPTIONS}
-        facts = {**shared, **versions.versions(), "hvdtrain's code": versions.code_digest()}
-        require_agreement("configuration and versions", facts, collectives)
-        job_watch = JobWatch(collectives, stall_timeout_s=accepted.job_watch.stall_timeout)
-        job_watch.start()
+        with StartWatch(start_timeout_s):
+            runtime.init(**as_dict(options), process_sets=process_sets)
+            collectives = runtime.current().collectives
+            accepted = on_every_rank(lambda: _accepted(config, refused), collectives)
+            shared = {flag_of(name): value for name, value in as_dict(accepted).items() if name not in RANK_OPTIONS}
+            facts = {**shared, **versions.versions(), "hvdtrain's code": versions.code_digest()}
+            require_agreement("configuration and versions", facts, collectives)
+            job_watch = JobWatch(collectives, stall_timeout_s=accepted.job_watch.stall_timeout)
+            job_watch.start()
         work(accepted, Session(collectives, job_watch))
         job_watch.close(ends_process=True)
     except Exception as error:

@@ -1,6 +1,7 @@
 """Environment variables. The only module that reads or sets them; nothing here starts MPI or Horovod."""
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -83,6 +84,12 @@ def performance_settings() -> dict[str, str]:
 def enable_dynamic_process_sets() -> None:
     """Allows process sets to be added after Horovod has started; costs a check in each of its cycles."""
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+
+def set_gloo_timeout(stall_timeout_s: float) -> None:
+    """Keeps Gloo from ending a start before the stall timeout (0: never); call it before Horovod starts."""
+    # Gloo's own error names no rank, and by default comes after 30 s.
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(stall_timeout_s or 86400) + 60))
 
 
 def enable_timeline(path: str) -> None:

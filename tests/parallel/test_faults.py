@@ -181,6 +181,27 @@ def test_a_second_signal_ends_the_job_at_once(uninterrupted, tmp_path):
     resumes(run_dir, uninterrupted, resumed_from=20)
 
 
+STANDS_STILL = """
+import os, signal, sys
+from hvdtrain.commands import cli
+from hvdtrain.fault_tolerance import start_watch
+from hvdtrain.system import environment
+start_watch.MIN_TIMEOUT_S = 6
+if environment.launcher().rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_rank_that_stands_still_before_it_starts(launcher, tmp_path):
+    arguments = ["--run-dir", str(tmp_path / "run"), "--stall-timeout", "3"]
+    done = run_job([sys.executable, "-c", STANDS_STILL, *arguments], ranks=3, launcher=launcher, timeout_s=60)
+    assert done.code == 1, done.output
+    found = re.findall(r"rank (\d) \(host .*\): has waited 6 s for all ranks to start", done.output)
+    assert sorted(found) == ["0", "2"], done.output
+
+
 def test_a_stop_signal_while_a_rank_waits_for_input(uninterrupted, tmp_path):
     """Row 4: the other ranks wait in that step; the job completes and saves it when the input arrives."""
     run_dir = tmp_path / "run"
