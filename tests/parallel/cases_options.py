@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -32,6 +33,12 @@ import hvdtrain
 from hvdtrain.data import Arrays, Stream, TFRecords
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.errors import UsageError
+
+
+def test_ranks_of_one_host_listen_on_loopback_only():
+    listening = [each for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN]
+    assert all(each.laddr.ip in ("127.0.0.1", "::1") for each in listening), listening
+
 
 SGD, ADAM = keras.optimizers.SGD, keras.optimizers.Adam
 EMA = {"learning_rate": 0.1, "use_ema": True, "ema_momentum": 0.8}
