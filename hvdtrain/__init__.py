@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from hvdtrain.checkpoint.config import CheckpointConfig
     from hvdtrain.data.sharding import shard
     from hvdtrain.distributed.replica_consistency import broadcast
-    from hvdtrain.distributed.runtime import Topology, init
+    from hvdtrain.distributed.runtime import Topology, init, process_set
     from hvdtrain.fault_tolerance.job_watch import JobWatch
     from hvdtrain.local_sgd.averager import ParameterAverager
     from hvdtrain.local_sgd.config import LocalSGDConfig
     from hvdtrain.loggers.config import LoggingConfig
-    from hvdtrain.optim.distributed_optimizer import DistributedOptimizer
+    from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
     from hvdtrain.optim.gradient_tape import DistributedGradientTape
     from hvdtrain.optim.hooks import synchronize_batch_normalization
     from hvdtrain.tasks.task import Task
@@ -80,6 +80,8 @@ def __getattr__(name: str) -> Any:
     from hvdtrain.system.tensorflow_start import import_tensorflow
 
     import_tensorflow()
+    # For a program that uses Horovod's own optimizer beside hvdtrain: it is refused at its first update.
+    importlib.import_module("hvdtrain.optim.hooks")
     if name not in _MODULES:
         return importlib.import_module(f"hvdtrain.{name}")
     return getattr(importlib.import_module(f"hvdtrain.{_MODULES[name]}"), name)

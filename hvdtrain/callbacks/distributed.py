@@ -161,9 +161,11 @@ class DistributedCallbacks(keras.callbacks.Callback):
 
     def _require_equal_replicas(self) -> None:
         require_equal_adapted_layers(self.model, self._collectives, int(self.model.optimizer.iterations.numpy()))
-        local = {id(v) for hooks in require_model_hooks(self.model) for v in hooks.local_variables()}
-        variables = [v for v in self.model.trainable_weights if id(v) not in local]
-        if not local:
+        weights = self.model.trainable_weights
+        by_optimizer = [hooks.are_local(weights) for hooks in require_model_hooks(self.model)]
+        are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
+        variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]
+        if not any(are_local):
             variables += self.model.optimizer.variables
         difference = first_difference(variables, self._collectives)
         if difference is not None:

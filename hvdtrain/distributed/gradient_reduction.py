@@ -88,3 +88,19 @@ def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
     weight = tf.convert_to_tensor(reduced.gradients[-1])
     buckets = [bucket * tf.cast(tf.math.divide_no_nan(1.0, weight), bucket.dtype) for bucket in reduced.buckets]
     return ReducedGradients(reduced.sent, buckets, lambda buckets: reduced.unpack(buckets)[:-1])
+
+
+def reduced_but_local(
+    reduce: GradientReducer, gradients: Sequence[Gradient], is_local: Sequence[bool], share: float
+) -> ReducedGradients:
+    """Reduces gradients but those of local variables, which are multiplied by this rank's share of the batch."""
+    shared = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
+    reduced = iter(reduce(shared).gradients if shared else [])
+
+    def own(gradient: Gradient) -> Gradient:
+        gradient = with_unique_rows(gradient)
+        return with_values(gradient, values_of(gradient) * tf.cast(share, gradient.dtype))
+
+    return unreduced(
+        [own(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]
+    )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,11 @@ from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import build_optimizer, optimizers_of
 from hvdtrain.distributed.snapshot import host_tensor
-from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd import averaged_variables
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.local_sgd.facts import FINISHED, LOSS, SAMPLES, STEPS, no_facts, split_facts, with_facts
+from hvdtrain.local_sgd.finite_values import are_finite, non_finite_error, non_finite_paths
 from hvdtrain.local_sgd.flat_variables import FlatVariables
 from hvdtrain.local_sgd.outer_optimizer import Flats, make_outer_optimizer
 from hvdtrain.local_sgd.sync_interval import SyncInterval
@@ -303,8 +304,7 @@ class ParameterAverager:
     def _send(self, finished: bool) -> None:
         assert self._anchor is not None
         sent = self._flats.read()
-        if self._config.in_background:
-            self._require_own_finite(sent)
+        self._require_own_finite(sent)
         message = self._message(sent, self._anchor, finished)
         self.bytes_reduced += sum(each.shape.num_elements() * each.dtype.size for each in message)
         self._samples = self._steps = 0
@@ -375,21 +375,18 @@ class ParameterAverager:
 
     def _require_finite(self, totals: Flats) -> None:
         """Raises NonFiniteError on every rank if a replica would make all others non-finite."""
-        if _are_finite(totals):
+        if are_finite(totals):
             return
         if self._config.in_background:
             # Ranks merge at different steps, so that they cannot gather anything here. Each has sent finite values.
-            raise _non_finite([], rank=self._collectives.rank)
-        raise _non_finite(self._collectives.allgather(self._non_finite_paths()))
+            raise non_finite_error([], rank=self._collectives.rank)
+        raise non_finite_error(self._collectives.allgather(non_finite_paths(self._variables)))
 
     def _require_own_finite(self, values: Flats) -> None:
         """Raises NonFiniteError on this rank alone, before others receive its values in the background."""
-        if not _are_finite(values):
+        if self._config.in_background and not are_finite(values):
             rank = self._collectives.rank
-            raise _non_finite([*[[]] * rank, self._non_finite_paths()], rank=rank)
-
-    def _non_finite_paths(self) -> list[str]:
-        return [variable.path for variable in self._variables if not np.all(np.isfinite(variable.numpy()))]
+            raise non_finite_error([*[[]] * rank, non_finite_paths(self._variables)], rank=rank)
 
     @property
     def in_sync(self) -> bool:
@@ -397,24 +394,6 @@ class ParameterAverager:
         if self._config.in_background and self._num_finished < self._collectives.size:
             return False  # Another rank may not have merged it yet.
         return self._anchor is not None and self._steps == 0
-
-
-def _are_finite(tensors: Flats) -> bool:
-    return all(bool(tf.reduce_all(tf.math.is_finite(each))) for each in tensors)
-
-
-def _non_finite(paths_of_ranks: Sequence[Sequence[str]], rank: int | None = None) -> NonFiniteError:
-    """The error; ``rank`` is the only one that raises it."""
-    culprits = [
-        f"{len(paths)} variable(s) of rank {rank}, {paths[0]!r} first"
-        for rank, paths in enumerate(paths_of_ranks)
-        if paths
-    ]
-    return NonFiniteError(
-        f"parameters must be finite to be averaged. Received: {'; '.join(culprits) or 'an overflow of their sum'}. "
-        "Lower the learning rate, or clip gradients (--clip-norm).",
-        rank=rank,
-    )
 
 
 def _arrays(tensors: Flats) -> list[np.ndarray]:

@@ -1,15 +1,19 @@
 """Refuses different numbers of steps in ``model.fit``: a rank would wait forever for one that has ended."""
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.epoch_steps import EpochSteps
-from hvdtrain.optim.hook_state import require_model_hooks
+from hvdtrain.optim.hook_state import model_hooks, require_model_hooks
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
@@ -116,3 +120,21 @@ class RequireEqualRanks(keras.callbacks.Callback):
         self._steps_have_ended = True
         self._has_stopped_in_epoch = bool(self.model.stop_training)
         self._steps.epoch_ends()
+
+
+def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """``keras.Model.fit``, with :class:`RequireEqualRanks` for models that train on several ranks."""
+    signature = inspect.signature(fit)
+
+    @functools.wraps(fit)
+    def fit_and_compare(model: keras.Model, *arguments: Any, **named: Any) -> Any:
+        call = signature.bind(model, *arguments, **named)
+        callbacks = call.arguments.get("callbacks") or []
+        hooks = next(iter(model_hooks(model)), None)
+        if hooks is not None and hooks.collectives.size > 1 and not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = tf.nest.flatten(callbacks)
+            if not any(getattr(each, "compares_ranks", False) for each in callbacks):
+                call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(hooks.collectives)]
+        return fit(*call.args, **call.kwargs)
+
+    return fit_and_compare

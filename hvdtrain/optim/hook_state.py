@@ -62,6 +62,11 @@ class GradientHooks:
     num_reductions: int = 0
     """Number of traced reductions."""
 
+    def are_local(self, variables: Sequence[keras.Variable]) -> list[bool]:
+        """Which of the variables each rank trains alone."""
+        local = {id(variable) for variable in self.local_variables()}
+        return [id(variable) in local for variable in variables]
+
 
 @dataclasses.dataclass
 class InstalledHooks:

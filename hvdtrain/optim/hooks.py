@@ -22,7 +22,6 @@ Keras' classes, and do nothing unless the model's optimizer is distributed.
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,17 +33,13 @@ from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import (
     Gradient,
-    ReducedGradients,
-    unreduced,
-    values_of,
-    with_unique_rows,
-    with_values,
+    reduced_but_local,
     without_left_out_samples,
 )
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves_of, optimizers_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update, ramped_momentum
-from hvdtrain.optim.equal_steps import RequireEqualRanks
+from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.fused_sgd import fused_update_step
 from hvdtrain.optim.global_loss import LossScope, loss_over_ranks, loss_scope, losses_over_ranks
 from hvdtrain.optim.hook_state import (
@@ -98,8 +93,6 @@ def synchronize_batch_normalization(
 
 _compute_loss_here = keras.losses.Loss.__call__
 _make_train_function_here = keras.Model.make_train_function
-_fit_here = keras.Model.fit
-_fit_signature = inspect.signature(_fit_here)
 _aggregate_additional_loss_here = keras.Model._aggregate_additional_loss
 
 
@@ -114,19 +107,6 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
         _make_train_function_here(self, force)
     finally:
         restore()
-
-
-@functools.wraps(_fit_here)
-def _fit_and_compare_ranks(self: Any, *arguments: Any, **named: Any) -> Any:
-    """Ranks that make different numbers of steps, or whose callbacks decide differently, are noticed."""
-    call = _fit_signature.bind(self, *arguments, **named)
-    callbacks = call.arguments.get("callbacks") or []
-    hooks = next(iter(model_hooks(self)), None)
-    if hooks is not None and hooks.collectives.size > 1 and not isinstance(callbacks, keras.callbacks.CallbackList):
-        callbacks = tf.nest.flatten(callbacks)
-        if not any(getattr(each, "compares_ranks", False) for each in callbacks):
-            call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(hooks.collectives)]
-    return _fit_here(*call.args, **call.kwargs)
 
 
 def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
@@ -147,7 +127,7 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
-keras.Model.fit = _fit_and_compare_ranks
+keras.Model.fit = with_equal_ranks(keras.Model.fit)
 keras.Model._aggregate_additional_loss = _add_share_of_loss
 
 
@@ -363,11 +343,13 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
 
     def reduce_then_clip(gradients: list[Gradient]) -> list[Gradient]:
         hooks.num_reductions += 1
-        local = {id(variable) for variable in hooks.local_variables()}
-        shared = [variable for variable in hooks.variables if id(variable) not in local]
+        is_local = hooks.are_local(hooks.variables)
+        shared = [variable for variable, local in zip(hooks.variables, is_local, strict=True) if not local]
         hooks.equal_start.require([*shared, *optimizer.variables], hooks.collectives)
-        if local:
-            reduced = _with_local_gradients(gradients, [id(variable) in local for variable in hooks.variables], hooks)
+        if any(is_local):
+            # With op="sum", a rank's own gradient is its share already.
+            share = 1.0 if hooks.reduction.op == "sum" else 1 / hooks.collectives.size
+            reduced = reduced_but_local(hooks.reduce, gradients, is_local, share)
         elif hooks.step_weight is None:
             reduced = hooks.reduce(gradients)
         else:
@@ -385,22 +367,6 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
     optimizer.update_step = fused_update_step(optimizer)
     optimizer._update_model_variables_moving_average = ramp_and_update_ema
     installed_hooks(optimizer).gradient = hooks
-
-
-def _with_local_gradients(gradients: list[Gradient], is_local: list[bool], hooks: GradientHooks) -> ReducedGradients:
-    """Reduces the others; a local one is this rank's share of the gradient over the whole batch."""
-    shared = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
-    reduced = iter(hooks.reduce(shared).gradients if shared else [])
-    # With op="sum", a rank's own gradient is its share already.
-    share = 1 if hooks.reduction.op == "sum" else 1 / hooks.collectives.size
-
-    def share_of(gradient: Gradient) -> Gradient:
-        gradient = with_unique_rows(gradient)
-        return with_values(gradient, values_of(gradient) * tf.cast(share, gradient.dtype))
-
-    return unreduced(
-        [share_of(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]
-    )
 
 
 @contextlib.contextmanager

@@ -142,9 +142,21 @@ def test_importing_the_package_loads_neither_tensorflow_nor_mpi():
     assert output.strip() == "[]"
 
 
-def test_start_up_prints_nothing():
+HOROVODS_OWN = """
+import hvdtrain
+print(hvdtrain.init().size)
+import horovod.tensorflow.keras, keras
+optimizer = horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD())
+try:
+    optimizer.apply([keras.ops.ones(1)], [keras.Variable([0.0])])
+except hvdtrain.errors.UsageError as error:
+    print(str(error)[:40])
+"""
+
+
+def test_start_up_prints_nothing_and_horovods_own_optimizer_is_refused():
     """TensorFlow prints a dozen lines when it starts; a user of one rank sees none of them."""
-    assert run("import hvdtrain; print(hvdtrain.init().size)").strip() == "1"
+    assert run(HOROVODS_OWN).splitlines() == ["1", "Horovod's own DistributedOptimizer avera"]
 
 
 def test_public_names_exist():
