@@ -5,7 +5,7 @@ from launcher import run_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES = 44
+NUM_CASES = 66
 
 
 def test_programs_on_two_ranks(tmp_path):
