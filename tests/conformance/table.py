@@ -12,17 +12,18 @@ RESULT = "result"
 
 _HEAD = """# Conformance: programs compared with one process
 
-Programs in the style of published Keras examples (`tests/conformance/programs.py`). Each is trained for 6 steps in one process,
-and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`, and by `python -m hvdtrain --task`.
+Programs in the style of published Keras examples (`tests/conformance/programs.py`). Each is trained for 6 steps in one
+process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`, and by `python -m hvdtrain --task`.
 
-"equal": the weights are those of one process, on all ranks, and `Trainer` and `--task` log the same loss and metrics. The number is
-the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is greater; at most 1e-4 is
-allowed. "refused": hvdtrain raises an error that begins with these words.
+"equal": the weights are those of one process, on all ranks, and `Trainer` and `--task` log the same loss and metrics.
+The number is the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is
+greater; at most 1e-4 is allowed. "refused": hvdtrain raises an error that begins with these words.
 
 Models with embeddings under Adam or RMSprop are compared with one process that sums the entries of a row, see
 [numerics.md](numerics.md#embeddings).
 
-`launch/run pytest -m slow tests/conformance` repeats the comparison; `tests/conformance/table.py` writes this page from its results.
+`launch/run pytest -m slow tests/conformance` repeats the comparison; `tests/conformance/table.py` writes this page from
+its results.
 """
 
 
