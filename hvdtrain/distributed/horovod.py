@@ -137,20 +137,34 @@ class HorovodCollectives:
             # As bytes: Horovod broadcasts neither bfloat16 nor uint32.
             is_bool = tensor.dtype == tf.bool
             sent = tensor if is_bool else tf.bitcast(tensor, tf.uint8)
-            received = hvd.broadcast(sent, root_rank, name=name, **call_options)
+            received = hvd.broadcast(sent, self._global_rank(root_rank), name=name, **call_options)
             return received if is_bool else tf.bitcast(received, tensor.dtype)
+
+        def overwrite_in_blocks(variable: tf.Variable, name: str, indices: list[tuple[slice, ...]]) -> None:
+            # One block after the other, each in memory twice, not the variable. The root only reads its variable, and
+            # others only write theirs: TensorFlow copies one that it reads and writes in place.
+            before: list[tf.Tensor] = []
+            for i, block in enumerate(indices):
+                with tf.control_dependencies(before):
+                    if self.rank == root_rank:
+                        before = [send(variable[block], f"{name}_{i}")]
+                    else:
+                        shape = [len(range(*part.indices(n))) for part, n in zip(block, variable.shape, strict=False)]
+                        own = tf.zeros([*shape, *variable.shape[len(block) :]], variable.dtype)
+                        before = [variable[block].assign(send(own, f"{name}_{i}"))]
 
         def overwrite() -> None:
             for i, variable in enumerate(variables):
-                for j, block in enumerate(blocks(variable.shape, variable.dtype.size)):
-                    name = f"hvdtrain_broadcast_{i}_{j}"
-                    # In place: a variable of several messages must not be in memory twice.
-                    if block:
-                        variable[block].assign(send(variable[block], name))
-                    else:
-                        variable.assign(send(variable.value(), name))
+                indices = list(blocks(variable.shape, variable.dtype.size))
+                if indices == [()]:
+                    variable.assign(send(variable.value(), f"hvdtrain_broadcast_{i}"))
+                else:
+                    overwrite_in_blocks(variable, f"hvdtrain_broadcast_{i}", indices)
 
         _compiled(overwrite)()
+
+    def _global_rank(self, rank: int) -> int:
+        return rank
 
     def allgather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -305,6 +319,9 @@ class ProcessSetCollectives(HorovodCollectives):
         self._call_options = {**world._call_options, "process_set": process_set}
         self._compiled_sums = {}
         self._num_reducers = 0
+
+    def _global_rank(self, rank: int) -> int:
+        return self._process_set.ranks[rank]
 
     @property
     def rank(self) -> int:

@@ -82,7 +82,7 @@ def loss_over_ranks(
         return value
     arguments, values = observed[-1]
     if keras.ops.ndim(values) == 0:
-        check = _require_mean_over_samples(loss, *arguments, value)
+        check = _require_mean_over_samples(loss, *arguments, value, scope)
         with tf.control_dependencies([check]):
             return tf.identity(value)
     count = _own_count(loss, _mask(y_pred, values), sample_weight)
@@ -94,6 +94,19 @@ def loss_over_ranks(
             f"which ranks add up in the forward pass. Received: {loss.name}. Leave --jit-compile out."
         )
     return value * tf.cast(_share_of_count(count, scope), value.dtype)
+
+
+def require_one_number(loss: tf.Tensor) -> None:
+    """Refuses a loss that is not reduced: ``tape.gradient`` adds up its values, and ranks average what each adds up.
+
+    Raises:
+        UsageError: the loss of a batch is more than one number.
+    """
+    if loss.shape.rank:
+        raise UsageError(
+            f"the loss of a batch must be one number. Received: a tensor of shape {loss.shape}, as of a loss with "
+            "reduction=None. Use reduction='sum_over_batch_size'."
+        )
 
 
 @contextlib.contextmanager
@@ -144,20 +157,22 @@ def _share_of_count(count: tf.Tensor, scope: LossScope) -> tf.Tensor:
     weight = scope.sample_weight()
     weight = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
     own = tf.stop_gradient(tf.where(weight > 0, count, 0))  # A filler does not count.
-    graph = tf.compat.v1.get_default_graph()
-    # The same on every rank, and another one for each loss of a step.
-    name = "hvdtrain_loss" if tf.executing_eagerly() else graph.unique_name("hvdtrain_loss")
-    ((total, total_weight),) = (
-        tf.unstack(each) for each in scope.collectives.sum_tensors([tf.stack([own, weight])], name)
-    )
+    (totals,) = scope.collectives.sum_tensors([tf.stack([own, weight])], _unique_name("hvdtrain_loss"))
+    total, total_weight = tf.unstack(totals)
     return tf.math.divide_no_nan(own * total_weight, total * weight)
 
 
-def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Tensor) -> tf.Operation:
+def _unique_name(prefix: str) -> str:
+    """The name of a reduction: the same on every rank, and another one for each loss of a compiled step."""
+    return prefix if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name(prefix)
+
+
+def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Tensor, scope: LossScope) -> tf.Tensor:
     """Checks in the first steps that a loss which returns one number for a batch averages over its samples.
 
     A user's function may divide by a count of its own, or compare samples of a batch with each other. Neither can be
-    seen from the number, but the mean of the losses of two halves of the batch is then another one.
+    seen from the number, but the mean of the losses of two halves of the batch is then another one. On the samples of
+    some ranks it may be the same by chance: all ranks raise if one of them does, or those would wait for it.
     """
     # Kept on the loss: TensorFlow traces a step several times, and allows new variables in the first trace only.
     if "hvdtrain_checks_left" not in vars(loss):
@@ -166,20 +181,28 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
     checks_left = vars(loss)["hvdtrain_checks_left"]
     batch_size = tf.shape(tf.nest.flatten(y_pred)[0])[0]
     half = batch_size // 2
+    name = _unique_name("hvdtrain_loss_check")
 
     def part(begin: Any, end: Any) -> tf.Tensor:
         return loss.call(*tf.nest.map_structure(lambda each: each[begin:end], (y_true, y_pred)))
 
-    def check() -> tf.Tensor:
+    def mean_of_halves() -> tf.Tensor:
         weight = tf.cast(half / batch_size, value.dtype)
-        mean = weight * part(None, half) + (1 - weight) * part(half, None)
+        return weight * part(None, half) + (1 - weight) * part(half, None)
+
+    def check() -> tf.Tensor:
+        mean = tf.cond(batch_size > 1, mean_of_halves, lambda: value)
         scale = tf.maximum(tf.abs(mean), tf.abs(value)) + _SMALL_LOSS
-        is_mean = tf.abs(mean - value) <= _TOLERANCE * scale
-        tf.debugging.Assert(is_mean | ~tf.math.is_finite(scale), [_message(loss), value, mean])
+        differs = tf.math.is_finite(scale) & (tf.abs(mean - value) > _TOLERANCE * scale)
+        num_differing = tf.cast(differs, tf.float32)
+        if not scope.jit_compile:
+            (num_differing,) = scope.collectives.sum_tensors([num_differing], name)
+        tf.debugging.Assert(num_differing < 0.5, [_message(loss), value, mean])
         checks_left.assign_sub(1)
         return tf.constant(True)
 
-    return tf.cond((checks_left > 0) & (batch_size > 1), check, lambda: tf.constant(False)).op
+    # The same number of checks is left on all ranks.
+    return tf.cond(checks_left > 0, check, lambda: tf.constant(False))
 
 
 def _message(loss: Any) -> str:

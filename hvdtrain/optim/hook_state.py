@@ -62,6 +62,11 @@ class GradientHooks:
     num_reductions: int = 0
     """Number of traced reductions."""
 
+    @property
+    def share(self) -> float:
+        """What to multiply a rank's own gradient by, for the gradient of its samples within the whole batch."""
+        return 1.0 if self.reduction.op == "sum" else 1 / self.collectives.size
+
     def are_local(self, variables: Sequence[keras.Variable]) -> list[bool]:
         """Which of the variables each rank trains alone."""
         local = {id(variable) for variable in self.local_variables()}

@@ -2,7 +2,7 @@
 
 1. ``BatchNormalization._moments``: synchronized layers compute mean and variance over the samples of all ranks.
 2. ``Loss.__call__``, within ``train_step``: losses that divide by another count than that of the samples are combined
-   over ranks.
+   over ranks. ``_compute_loss``, of Keras' own ``train_step``: their sum must be one number.
 3. ``_aggregate_additional_loss``: with ``op="sum"`` each rank adds its share of the regularization losses.
 4. ``_loss_tracker.update_state``: the loss of a step that may be skipped is left out of the mean if it is not finite.
 5. ``scale_loss``: the loss is weighted, so that the mean over ranks is the mean over samples.
@@ -41,7 +41,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update, ramped_momentum
 from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.fused_sgd import fused_update_step
-from hvdtrain.optim.global_loss import LossScope, loss_over_ranks, loss_scope, losses_over_ranks
+from hvdtrain.optim.global_loss import LossScope, loss_over_ranks, loss_scope, losses_over_ranks, require_one_number
 from hvdtrain.optim.hook_state import (
     GradientHooks,
     InstalledHooks,
@@ -94,6 +94,7 @@ def synchronize_batch_normalization(
 _compute_loss_here = keras.losses.Loss.__call__
 _make_train_function_here = keras.Model.make_train_function
 _aggregate_additional_loss_here = keras.Model._aggregate_additional_loss
+_compute_total_loss_here = keras.Model._compute_loss
 
 
 def _compute_loss_over_ranks(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
@@ -116,6 +117,13 @@ def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
     return total / scope.collectives.size if scope is not None and scope.sums_gradients else total
 
 
+def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor | None:
+    loss = _compute_total_loss_here(self, *arguments, **named)
+    if loss is not None and loss_scope() is not None:
+        require_one_number(loss)
+    return loss
+
+
 def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:
     """Compiles a model's ``test_step``, run by a function that receives it and its data."""
     restore = _replace(model, "test_step", functools.partial(run, model.test_step))
@@ -129,6 +137,7 @@ keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
 keras.Model.fit = with_equal_ranks(keras.Model.fit)
 keras.Model._aggregate_additional_loss = _add_share_of_loss
+keras.Model._compute_loss = _compute_one_number
 
 
 def run_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
@@ -347,9 +356,7 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
         shared = [variable for variable, local in zip(hooks.variables, is_local, strict=True) if not local]
         hooks.equal_start.require([*shared, *optimizer.variables], hooks.collectives)
         if any(is_local):
-            # With op="sum", a rank's own gradient is its share already.
-            share = 1.0 if hooks.reduction.op == "sum" else 1 / hooks.collectives.size
-            reduced = reduced_but_local(hooks.reduce, gradients, is_local, share)
+            reduced = reduced_but_local(hooks.reduce, gradients, is_local, hooks.share)
         elif hooks.step_weight is None:
             reduced = hooks.reduce(gradients)
         else:

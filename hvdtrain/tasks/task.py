@@ -1,6 +1,7 @@
 """Task: the model, data, loss and defaults that ``--task`` names."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,27 @@ class Task:
         return self.loss if isinstance(self.loss, str) else self.loss()
 
     def make_model(self, data: Data) -> keras.Model:
-        """Makes the model. Raises UsageError if it is no Keras model or is not built."""
+        """Makes the model. Raises UsageError if it is no Keras model, is not built, or cannot be compiled here."""
         model = self.model(data)
         if not isinstance(model, keras.Model) or not model.built:
             raise UsageError(
                 "a task's model(data) must return a keras.Model that is built: give its first layer an Input, or call "
                 f"it once on a batch. Received: {model!r}"
             )
+        if model.compiled:
+            # Compiling it again would lose its loss weights, among others.
+            raise UsageError(
+                "a task's model(data) must return a model that is not compiled, because it is compiled with the "
+                f"task's loss, metrics and optimizer. Received: {model.name}, which is compiled. Leave compile out "
+                "(load_model: compile=False), or train the compiled model with hvdtrain.Trainer."
+            )
+        try:
+            inspect.signature(model.compile).bind(optimizer=None, loss=None, metrics=None)
+        except TypeError as error:
+            raise UsageError(
+                "a task's model must have Keras' compile, with the arguments optimizer, loss and metrics. Received: "
+                f"{type(model).__name__}.compile, of its own ({error}). Train the compiled model with hvdtrain.Trainer."
+            ) from None
         return model
 
     def make_callbacks(self) -> list[keras.callbacks.Callback]:

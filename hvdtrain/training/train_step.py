@@ -16,7 +16,7 @@ from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
-from hvdtrain.optim.global_loss import loss_error
+from hvdtrain.optim.global_loss import loss_error, require_one_number
 from hvdtrain.optim.hook_state import LoopHooks, model_hooks
 from hvdtrain.optim.hooks import install_loop_hooks, run_train_step
 from hvdtrain.training.config import StepConfig
@@ -221,6 +221,7 @@ class TrainStep:
             self._sample_weight = self._loss = None
 
     def _weigh_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        require_one_number(loss)
         self._loss = loss
         return self._weighted(loss)
 

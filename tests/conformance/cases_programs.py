@@ -1,17 +1,26 @@
 """On all ranks: each program trains as in one process on the whole batch, or is refused."""
 
+import functools
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
 import keras
 import numpy as np
+import program_tasks
 import pytest
+import table
 import tensorflow as tf
-from programs import ADAPTIVE_WITH_EMBEDDINGS, NUM_SAMPLES, PROGRAMS, REFUSED
+from program_tasks import InOrder
+from programs import ADAPTIVE_WITH_EMBEDDINGS, NUM_SAMPLES, PROGRAMS, REFUSED, REFUSED_AS_TASK
 from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain.data import Arrays
+from hvdtrain.commands import cli, session
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 
 TOPOLOGY = hvdtrain.init()
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -21,10 +30,7 @@ STEPS = NUM_SAMPLES // GLOBAL_BATCH
 BATCH = GLOBAL_BATCH // SIZE
 
 
-class InOrder(Arrays):
-    keeps_order = True
-
-
+@functools.cache
 def train_alone(program):
     def wrap(optimizer):
         if program.__name__ in ADAPTIVE_WITH_EMBEDDINGS:
@@ -32,19 +38,21 @@ def train_alone(program):
         return optimizer
 
     model, x, y = made(program, wrap)
+    initial = weights(model)
     model.fit(x, y, GLOBAL_BATCH, shuffle=False, verbose=0)
-    return model, {name: values[-1] for name, values in model.history.history.items()}
+    assert max(np.max(np.abs(a - b)) for a, b in zip(weights(model), initial, strict=True)) > 1e-4
+    return weights(model), {name: values[-1] for name, values in model.history.history.items()}
 
 
-def train_with_fit(program):
+def train_with_fit(program, folder):
     model, x, y = made(program, hvdtrain.DistributedOptimizer)
     own = np.arange(NUM_SAMPLES).reshape(STEPS, SIZE, BATCH)[:, RANK].ravel()
     hvdtrain.broadcast(model)
     model.fit(*tf.nest.map_structure(lambda each: each[own], (x, y)), BATCH, shuffle=False, verbose=0)
-    return model, {}
+    return model, None
 
 
-def train_with_trainer(program):
+def train_with_trainer(program, folder):
     model, x, y = made(program, lambda optimizer: optimizer)
     last = {}
     logs = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, values: last.update(values))
@@ -52,7 +60,22 @@ def train_with_trainer(program):
     return model, last
 
 
-WAYS = {"fit": train_with_fit, "trainer": train_with_trainer}
+def train_with_task(program, folder):
+    """Runs the command line in this process."""
+
+    def end_job(error, collectives, step, watch):
+        if watch is not None:
+            watch.close()
+        raise error
+
+    options = {"task": f"program_tasks:{program.__name__}", "steps": STEPS, "batch-size": BATCH, "run-dir": folder}
+    with mock.patch.object(session, "end_job", end_job):
+        assert cli.main([word for name, value in options.items() for word in (f"--{name}", str(value))]) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    return program_tasks.MODELS[program.__name__], {"loss": summary["loss"], **summary["metrics"]}
+
+
+WAYS = dict(zip(table.WAYS, (train_with_fit, train_with_trainer, train_with_task), strict=True))
 
 
 def made(program, wrap):
@@ -66,19 +89,27 @@ def weights(model):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
-def test_program(program, way):
-    if program.__name__ in REFUSED:
-        with pytest.raises((UsageError, tf.errors.InvalidArgumentError), match=REFUSED[program.__name__]):
-            WAYS[way](program)
+def test_program(program, way, tmp_path, record_property):
+    folder = Path(COLLECTIVES.allgather(str(tmp_path / "run"))[0])
+    refusal = (REFUSED_AS_TASK if way == "task" else REFUSED).get(program.__name__)
+    if refusal is not None:
+        # The command line prints the message of an HvdtrainError in one line, and others with their traceback.
+        expected = HvdtrainError if way == "task" else (UsageError, tf.errors.InvalidArgumentError)
+        with pytest.raises(expected, match=re.escape(refusal)) as caught:
+            WAYS[way](program, folder)
+        assert way == "fit" or "\n" not in str(caught.value)
+        record_property(table.RESULT, f"refused: {refusal}")
         return
     alone, values_alone = train_alone(program)
-    initial = weights(made(program, lambda optimizer: optimizer)[0])
-    model, values = WAYS[way](program)
-    assert max(np.max(np.abs(a - b)) for a, b in zip(weights(alone), initial, strict=True)) > 1e-4
+    model, values = WAYS[way](program, folder)
     for theirs in COLLECTIVES.allgather(weights(model)):
         for mine, other in zip(weights(model), theirs, strict=True):
             assert np.array_equal(mine, other)
-    for ours, theirs in zip(weights(model), weights(alone), strict=True):
-        assert np.max(np.abs(ours - theirs)) < 1e-4 * max(1, np.max(np.abs(theirs)))
-    if way == "trainer":
+    difference = max(
+        np.max(np.abs(ours - theirs)) / max(1, np.max(np.abs(theirs)))
+        for ours, theirs in zip(weights(model), alone, strict=True)
+    )
+    assert difference < 1e-4
+    if values is not None:
         assert values == pytest.approx(values_alone, rel=1e-4, abs=1e-5)
+    record_property(table.RESULT, f"equal ({difference:.0e})")

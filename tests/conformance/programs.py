@@ -2,6 +2,8 @@
 
 A program is a function that receives ``wrap``, applied to each optimizer, and returns a compiled model, its inputs and
 its targets. None has a random layer: those draw other numbers on each rank than in one process.
+
+The first line of a program's docstring stands in docs/conformance.md.
 """
 
 import keras
@@ -58,6 +60,7 @@ def separable_convnet_with_augmentation_layers(wrap):
 
 
 def regression_with_huber_loss(wrap):
+    """Regression with Huber loss, RMSprop and R2Score."""
     model = keras.Sequential([layers.Input((6,)), layers.Dense(16, activation="gelu"), layers.Dense(2)])
     model.compile(wrap(optimizers.RMSprop(1e-3)), losses.Huber(), metrics=["mae", keras.metrics.R2Score()])
     return model, FEATURES, TARGETS
@@ -75,6 +78,7 @@ def text_classification_with_a_transformer(wrap):
 
 
 def bidirectional_lstm_with_masks(wrap):
+    """Text classification with a bidirectional LSTM; the mask of the embedding reaches both."""
     inputs = layers.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(WORDS, 8, mask_zero=True)(inputs)
     x = layers.Bidirectional(layers.LSTM(8, return_sequences=True))(x)
@@ -113,6 +117,7 @@ def sequence_to_sequence(wrap):
 
 
 def time_series_with_masking(wrap):
+    """Masked time series: Masking and a GRU, mean squared error of each time step."""
     model = keras.Sequential(
         [layers.Input((LENGTH, 3)), layers.Masking(), layers.GRU(8, return_sequences=True), layers.Dense(1)]
     )
@@ -135,6 +140,7 @@ def siamese_network(wrap):
 
 
 def several_outputs_with_loss_weights(wrap):
+    """Two outputs with weighted losses, one of them masked."""
     inputs = layers.Input((LENGTH,), dtype="int32")
     x = layers.Embedding(WORDS, 8, mask_zero=True)(inputs)
     tags = layers.Dense(CLASSES, name="tags")(layers.GRU(8, return_sequences=True)(x))
@@ -181,6 +187,7 @@ def segmentation(wrap):
 
 
 def regularizers_and_constraints(wrap):
+    """L1L2 and activity regularizers, MaxNorm; SGD with Nesterov momentum."""
     l1_l2 = keras.regularizers.L1L2(1e-3, 1e-3)
     model = keras.Sequential(
         [
@@ -194,6 +201,7 @@ def regularizers_and_constraints(wrap):
 
 
 def moving_average_and_schedule(wrap):
+    """Exponential moving average of the weights, cosine decay with warm-up."""
     schedule = optimizers.schedules.CosineDecay(0.1, 20, warmup_target=0.2, warmup_steps=3)
     model = keras.Sequential([layers.Input((6,)), layers.Dense(16, "tanh"), layers.Dense(2)])
     model.compile(wrap(optimizers.SGD(schedule, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3)), "mse")
@@ -201,6 +209,7 @@ def moving_average_and_schedule(wrap):
 
 
 def summed_loss(wrap):
+    """A loss with reduction='sum'."""
     model = keras.Sequential([layers.Input((6,)), layers.Dense(2)])
     model.compile(wrap(optimizers.SGD(0.001)), losses.MeanSquaredError(reduction="sum"))
     return model, FEATURES, TARGETS
@@ -243,6 +252,7 @@ class VAE(keras.Model):
 
 
 def variational_autoencoder(wrap):
+    """Variational autoencoder: a train_step of its own, in a model that is never called."""
     model = VAE()
     model.compile(optimizer=wrap(optimizers.Adam(1e-2)))
     return model, FEATURES, LABELS
@@ -285,6 +295,7 @@ class GAN(keras.Model):
 
 
 def generative_adversarial_network(wrap):
+    """DCGAN: a train_step with two optimizers."""
     model = GAN()
     model.compile(wrap(optimizers.Adam(1e-2)), wrap(optimizers.Adam(5e-3)), losses.BinaryCrossentropy(from_logits=True))
     return model, FEATURES, TARGETS
@@ -310,6 +321,7 @@ class Distiller(keras.Model):
 
 
 def knowledge_distillation(wrap):
+    """Knowledge distillation: a compute_loss of its own, a frozen teacher."""
     model = Distiller()
     model.build((None, 6))
     model.compile(optimizer=wrap(optimizers.Adam(1e-2)), loss=cross_entropy(), metrics=["accuracy"])
@@ -338,6 +350,7 @@ class SmallActivations(layers.Layer):
 
 
 def custom_train_step_with_added_losses(wrap):
+    """Customizing fit: compute_loss in a train_step, add_loss in a layer."""
     inputs = layers.Input((6,))
     x = SmallActivations()(layers.Dense(16, activation="relu")(inputs))
     model = TwoLosses(inputs, layers.Dense(2)(x))
@@ -379,7 +392,17 @@ ADAPTIVE_WITH_EMBEDDINGS = {
 """Programs whose embeddings plain Keras trains otherwise, because it does not add up the entries of a row."""
 
 REFUSED = {
-    "summed_loss": "needs DistributedOptimizer",
-    "dice_loss": "must be the mean of the losses of its samples",
+    "summed_loss": "a loss with reduction='sum' needs DistributedOptimizer(…, op='sum')",
+    "dice_loss": "the loss of a batch must be the mean of the losses of its samples",
 }
 """Programs that cannot be equal to one process, and what the refusal says."""
+
+_NOT_BUILT = "a task's model(data) must return a keras.Model that is built"
+REFUSED_AS_TASK = {
+    **REFUSED,
+    "several_outputs_with_loss_weights": "a task's model(data) must return a model that is not compiled",
+    "moving_average_and_schedule": "a task's optimizer must have a number for its learning rate",
+    "variational_autoencoder": _NOT_BUILT,
+    "generative_adversarial_network": _NOT_BUILT,
+}
+"""Those that ``--task`` refuses. A Task has no field for loss weights, and its schedules are options."""

@@ -5,7 +5,7 @@ from launcher import run_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES = 44
+NUM_CASES = 66
 
 
 def test_programs_on_two_ranks(tmp_path):
@@ -14,4 +14,4 @@ def test_programs_on_two_ranks(tmp_path):
 
 @pytest.mark.long
 def test_programs_on_four_ranks(tmp_path):
-    run_cases("programs", ranks=4, minimum=NUM_CASES, folder=tmp_path, timeout_s=1200)
+    run_cases("programs", ranks=4, minimum=NUM_CASES, folder=tmp_path, timeout_s=1800)

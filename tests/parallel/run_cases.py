@@ -18,7 +18,9 @@ def main() -> int:
     tensorflow_start.import_tensorflow()
     (cases,) = Path(__file__).parents[1].glob(f"*/cases_{name}.py")
     # -x: a rank that fails must end, or the others wait for it in their next collective.
-    arguments = [str(cases), "-x", "-q", "-p", "no:cacheprovider", f"--junitxml={folder / f'rank{rank}.xml'}"]
+    # xunit1: properties of a test case are part of it.
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
+    arguments = [str(cases), *options, f"--junitxml={folder / f'rank{rank}.xml'}"]
     code = pytest.main([*arguments, f"--rootdir={cases.parent}", *more])
     if code != 0:
         sys.stdout.flush()

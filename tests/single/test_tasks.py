@@ -389,3 +389,21 @@ def test_return_values_of_a_task_are_checked():
         task.read_data(None)
     with pytest.raises(UsageError, match=r"must return a keras\.Model that is built"):
         task.make_model(NO_DATA)
+
+
+def test_a_compiled_model_of_a_task_is_refused():
+    """It would be compiled again, without its loss weights."""
+    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    model.compile(loss="mse", loss_weights=0.5)
+    with pytest.raises(UsageError, match=r"must return a model that is not compiled.*Received: sequential"):
+        Task(model=lambda data: model, data=lambda folder: NO_DATA, loss="mse").make_model(NO_DATA)
+
+
+def test_a_model_of_a_task_has_the_compile_of_keras():
+    class TwoOptimizers(keras.Sequential):
+        def compile(self, d_optimizer, g_optimizer):
+            super().compile()
+
+    model = TwoOptimizers([keras.layers.Input((3,)), keras.layers.Dense(1)])
+    with pytest.raises(UsageError, match=r"must have Keras' compile.*Received: TwoOptimizers.compile"):
+        Task(model=lambda data: model, data=lambda folder: NO_DATA, loss="mse").make_model(NO_DATA)

@@ -1,0 +1,61 @@
+"""Writes docs/conformance.md from the results of a job: python tests/conformance/table.py …/rank0.xml"""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
+WAYS = {"fit": "`model.fit`", "trainer": "`Trainer`", "task": "`--task`"}
+"""The ways to train a program, and the headings of their columns."""
+RESULT = "result"
+"""The property of a test case that holds its result."""
+
+_HEAD = """# Conformance: programs compared with one process
+
+Programs in the style of published Keras examples (`tests/conformance/programs.py`). Each is trained for 6 steps in one
+process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`, and by `python -m hvdtrain --task`.
+
+"equal": the weights are those of one process, on all ranks, and `Trainer` and `--task` log the same loss and metrics.
+The number is the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is
+greater; at most 1e-4 is allowed. "refused": hvdtrain raises an error that begins with these words.
+
+Models with embeddings under Adam or RMSprop are compared with one process that sums the entries of a row, see
+[numerics.md](numerics.md#embeddings).
+
+`launch/run pytest -m slow tests/conformance` repeats the comparison; `tests/conformance/table.py` writes this page from
+its results.
+"""
+
+
+def read_results(junit: Path) -> dict[str, dict[str, str]]:
+    """The result of each program in each way, from the JUnit file of a rank."""
+    results: dict[str, dict[str, str]] = {}
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        for each in case.iter("property"):
+            if each.get("name") == RESULT:
+                program, _, way = case.get("name", "").partition("[")[2].rstrip("]").rpartition("-")
+                results.setdefault(program, {})[way] = each.get("value", "")
+    return results
+
+
+def render(rows: list[tuple[str, str]], results: dict[str, dict[str, str]]) -> str:
+    """The document.
+
+    Args:
+        rows: name and description of each program.
+    """
+    lines = [f"| program | {' | '.join(WAYS.values())} |", f"|{'---|' * (1 + len(WAYS))}"]
+    for name, description in rows:
+        lines.append(f"| `{name}`: {description} | {' | '.join(results[name][way] for way in WAYS)} |")
+    return "\n".join([_HEAD, *lines, ""])
+
+
+def descriptions() -> list[tuple[str, str]]:
+    """Name and description of each program."""
+    from programs import PROGRAMS
+
+    return [(each.__name__, each.__doc__.splitlines()[0].rstrip(".")) for each in PROGRAMS]
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(render(descriptions(), read_results(Path(sys.argv[1]))))

@@ -1,0 +1,18 @@
+"""The table in docs/conformance.md lists the programs and the ways to train them that exist."""
+
+import re
+
+import table
+from programs import REFUSED, REFUSED_AS_TASK
+
+
+def test_the_table_is_that_of_the_programs():
+    rows = [line.strip("| ").split(" | ") for line in table.DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    results = {name.split("`")[1]: dict(zip(table.WAYS, cells, strict=True)) for name, *cells in rows}
+    assert table.render(table.descriptions(), results) == table.DOCUMENT.read_text()
+    assert list(results) == [name for name, _ in table.descriptions()]
+    for name, cells in results.items():
+        for way, cell in cells.items():
+            refusal = (REFUSED_AS_TASK if way == "task" else REFUSED).get(name)
+            expected = r"equal \(\de-\d\d\)" if refusal is None else re.escape(f"refused: {refusal}")
+            assert re.fullmatch(expected, cell), (name, way)
