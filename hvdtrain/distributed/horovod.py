@@ -140,28 +140,26 @@ class HorovodCollectives:
             received = hvd.broadcast(sent, self._global_rank(root_rank), name=name, **call_options)
             return received if is_bool else tf.bitcast(received, tensor.dtype)
 
-        def overwrite_in_blocks(variable: tf.Variable, name: str, indices: list[tuple[slice, ...]]) -> None:
-            # One block after the other, each in memory twice, not the variable. The root only reads its variable, and
-            # others only write theirs: TensorFlow copies one that it reads and writes in place.
-            before: list[tf.Tensor] = []
-            for i, block in enumerate(indices):
-                with tf.control_dependencies(before):
-                    if self.rank == root_rank:
-                        before = [send(variable[block], f"{name}_{i}")]
-                    else:
-                        shape = [len(range(*part.indices(n))) for part, n in zip(block, variable.shape, strict=False)]
-                        own = tf.zeros([*shape, *variable.shape[len(block) :]], variable.dtype)
-                        before = [variable[block].assign(send(own, f"{name}_{i}"))]
-
         def overwrite() -> None:
             for i, variable in enumerate(variables):
-                indices = list(blocks(variable.shape, variable.dtype.size))
-                if indices == [()]:
+                if list(blocks(variable.shape, variable.dtype.size)) == [()]:
                     variable.assign(send(variable.value(), f"hvdtrain_broadcast_{i}"))
-                else:
-                    overwrite_in_blocks(variable, f"hvdtrain_broadcast_{i}", indices)
 
         _compiled(overwrite)()
+        for variable in variables:
+            indices = list(blocks(variable.shape, variable.dtype.size))
+            if indices != [()]:
+                # One block after the other; written into the variable, TensorFlow would copy it at each later read.
+                value, pieces = variable.value(), []
+                for block in indices:
+                    piece = tf.reshape(send(value[block], "hvdtrain_broadcast_block"), [-1])
+                    if self.rank != root_rank:
+                        pieces.append(piece)
+                del value, piece
+                if pieces:
+                    received = tf.reshape(tf.concat(pieces, axis=0), variable.shape)
+                    pieces.clear()
+                    variable.assign(received)
 
     def _global_rank(self, rank: int) -> int:
         return rank
@@ -178,7 +176,8 @@ class HorovodCollectives:
             ends = np.cumsum(np.clip(sizes - start, 0, end - start))
             for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
                 each += part.data
-        return [pickle.loads(each) for each in received]
+        # Not all of them twice.
+        return [pickle.loads(received.pop(0)) for _ in range(self.size)]
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         return self._hvd.allgather(tf.constant(array), name=name, **self._call_options).numpy()

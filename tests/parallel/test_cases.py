@@ -23,7 +23,7 @@ JOBS = {
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2 and name != "optimizer"}
-LONG_JOBS |= {("options", 1): 22}
+LONG_JOBS |= {("options", 1): 22, ("numerics", 2): 37}
 
 
 @pytest.mark.parametrize(("name", "ranks"), JOBS)
