@@ -1,12 +1,12 @@
 """The optimizers of a model: its own, those among its attributes, and those inside wrappers."""
 
+import functools
+from typing import Any
+
 import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-
-# Of the optimizer that compile() makes without an argument.
-_DEFAULT_CONFIG = {**keras.optimizers.RMSprop(name="default").get_config(), "name": None}
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -35,7 +35,13 @@ def _is_default(optimizer: keras.optimizers.Optimizer) -> bool:
     if type(optimizer) is not keras.optimizers.RMSprop:
         return False
     with tf.init_scope():  # The configuration holds the value of a variable.
-        return {**optimizer.get_config(), "name": None} == _DEFAULT_CONFIG
+        return {**optimizer.get_config(), "name": None} == _default_config()
+
+
+@functools.cache
+def _default_config() -> dict[str, Any]:
+    """Of the optimizer that compile() makes without an argument."""
+    return {**keras.optimizers.RMSprop(name="default").get_config(), "name": None}
 
 
 def require_keras_model(model: object) -> None:

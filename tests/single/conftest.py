@@ -61,7 +61,8 @@ def job(tmp_path):
     yield job
     for process in job.processes:
         process.kill()
-        process.communicate()
+        process.wait()
+        process.stdout.close()  # communicate() would wait for a zombie's parent, which holds it open.
 
 
 @pytest.fixture(scope="session")

@@ -220,6 +220,7 @@ class InOrder(Arrays):
     keeps_order = True
 
 
+@pytest.mark.slow
 @given(batch=batches(is_even=False))
 @settings(PROPERTY, max_examples=18)
 def test_trainer(batch):

@@ -144,7 +144,9 @@ def test_importing_the_package_loads_neither_tensorflow_nor_mpi():
 
 HOROVODS_OWN = """
 import hvdtrain
-print(hvdtrain.init().size)
+hvdtrain.DistributedOptimizer
+from tensorflow.python.eager import context
+print(context.context()._initialized, hvdtrain.init().size)
 import horovod.tensorflow.keras, keras
 optimizer = horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD())
 try:
@@ -155,8 +157,11 @@ except hvdtrain.errors.UsageError as error:
 
 
 def test_start_up_prints_nothing_and_horovods_own_optimizer_is_refused():
-    """TensorFlow prints a dozen lines when it starts; a user of one rank sees none of them."""
-    assert run(HOROVODS_OWN).splitlines() == ["1", "Horovod's own DistributedOptimizer avera"]
+    """TensorFlow prints a dozen lines when it starts; a user of one rank sees none of them.
+
+    Imports create no variable: threads and devices can no longer be chosen then.
+    """
+    assert run(HOROVODS_OWN).splitlines() == ["False 1", "Horovod's own DistributedOptimizer avera"]
 
 
 def test_public_names_exist():

@@ -48,6 +48,7 @@ def trained(model, labels=LABELS, **options):
     return model, summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_optimizer", "options"),
     [
