@@ -38,7 +38,7 @@ def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[
         has_core_per_rank = started_by.bound_to_cores or started_by.size <= usable_cores()
         is_fast = started_by.is_one_host and has_core_per_rank
         defaults["HOROVOD_CYCLE_TIME"] = _CYCLE_ONE_HOST_MS if is_fast else _CYCLE_MS
-    if started_by.name == "Open MPI" and started_by.is_one_host:
+    if started_by.name == "Open MPI" and started_by.size == started_by.local_size:
         # Shared memory only: otherwise each rank listens on all interfaces, for connections that nobody makes.
         defaults["OMPI_MCA_btl"] = "^tcp"
     if (Path(environment_root) / "lib" / "libmpi.so.40").exists():

@@ -61,7 +61,9 @@ def test_defaults_never_replace_what_is_set(tmp_path):
 def test_ranks_of_one_host_open_no_ports(tmp_path):
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     one_host = several | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    assert environment.environment_defaults(one_host, str(tmp_path))["OMPI_MCA_btl"] == "^tcp"
+    one_rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    for env in (one_host, one_rank):
+        assert environment.environment_defaults(env, str(tmp_path))["OMPI_MCA_btl"] == "^tcp"
     for env in ({}, several, several | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, one_host | {"OMPI_MCA_btl": "self,tcp"}):
         assert "OMPI_MCA_btl" not in environment.environment_defaults(env, str(tmp_path))
 
