@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.distributed.agreement import ranks_text
+from hvdtrain.distributed.agreement import ranks_text, require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
@@ -78,6 +78,7 @@ class RequireEqualRanks(keras.callbacks.Callback):
     """What ``model.fit`` checks without ``hvdtrain.callbacks.distributed``, of each rank's own callbacks and data.
 
     Raises:
+        DisagreementError: ranks have different numbers of epochs.
         UsageError: ranks make different numbers of steps, stop after different epochs, or have different learning
             rates.
     """
@@ -87,6 +88,7 @@ class RequireEqualRanks(keras.callbacks.Callback):
         self._collectives = collectives
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
         self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -275,6 +275,12 @@ def test_different_numbers_of_steps_are_refused_before_the_first(callbacks):
         fit(callbacks(), x=SHARD_X[:count], y=SHARD_Y[:count])
 
 
+@WITH_AND_WITHOUT
+def test_different_numbers_of_epochs_are_refused(callbacks):
+    with pytest.raises(DisagreementError, match=r"epochs: 1 on rank.* 0.*, 2 on rank.* 1"):
+        fit(callbacks(), epochs=1 + RANK % 2)
+
+
 def of_unknown_length(count=None) -> tf.data.Dataset:
     spec = (tf.TensorSpec((6,)), tf.TensorSpec((), tf.int32))
     pairs = zip(SHARD_X[:count], SHARD_Y[:count], strict=True)

@@ -14,7 +14,7 @@ JOBS = {
     ("training", 2): 41,
     ("faults", 2): 19,
     ("callbacks", 2): 15,
-    ("fit", 2): 42,
+    ("fit", 2): 44,
     ("metrics", 2): 35,
     ("resume", 2): 15,
     ("local_sgd", 2): 25,
