@@ -1,4 +1,6 @@
-"""Builds Horovod 0.28.1, its source unchanged, for the TensorFlow it will run with (PEP 517).
+"""Builds Horovod 0.28.1 for the TensorFlow it will run with (PEP 517).
+
+Its source is compiled unchanged; one Python module gets a check appended (``KERAS_3_CHECK``).
 
 Settings, all from the environment:
 
@@ -60,6 +62,25 @@ inline cudaStream_t AsGpuStreamValue(Stream* stream) {{
 }}  // namespace gpu
 }}  // namespace stream_executor
 #endif
+"""
+
+# Horovod's DistributedOptimizer overrides methods that Keras 3 never calls, so that it applies gradients without
+# averaging them and without a message. Programs that import Horovod alone need to hear of it too.
+KERAS_MODULE = "horovod/_keras/__init__.py"
+KERAS_3_CHECK = """
+
+# Added by the build of hvdtrain.
+_create_distributed_optimizer = create_distributed_optimizer
+
+
+def create_distributed_optimizer(keras, *args, **kwargs):
+    if version.parse(keras.__version__) >= version.parse("3"):
+        raise RuntimeError(
+            "Horovod's DistributedOptimizer must be used with Keras 2: Keras 3 never calls the methods that it "
+            f"overrides, and gradients would not be averaged. Received: Keras {keras.__version__}. Use "
+            "hvdtrain.DistributedOptimizer instead."
+        )
+    return _create_distributed_optimizer(keras, *args, **kwargs)
 """
 
 
@@ -211,6 +232,11 @@ def unpack(wheel: Path, folder: Path) -> Path:
     return unpacked
 
 
+def add_keras_3_check(unpacked: Path) -> None:
+    with open(unpacked / KERAS_MODULE, "a") as module:
+        module.write(KERAS_3_CHECK)
+
+
 def require_our_dependencies(unpacked: Path, wheel_directory: Path) -> None:
     """Packs the wheel with our requirements in place of Horovod's own, which name no TensorFlow and no MPI."""
     (unpacked / f"horovod-{VERSION}.dist-info" / "METADATA").write_text(metadata())
@@ -244,5 +270,6 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         (wheel,) = out.glob("horovod-*.whl")
         unpacked = unpack(wheel, folder / "tree")
         check_it_loads(unpacked)
+        add_keras_3_check(unpacked)
         require_our_dependencies(unpacked, Path(wheel_directory))
         return wheel.name

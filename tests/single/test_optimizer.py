@@ -1,5 +1,6 @@
 """The distributed optimizer on one rank: bit-identical to plain Keras, and no trace in a saved model."""
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -188,9 +189,19 @@ def test_bad_arguments(make, message):
         make()
 
 
-def test_horovods_own_optimizer_is_refused():
+@pytest.mark.parametrize("module", ["horovod.tensorflow.keras", "horovod.keras"])
+def test_horovods_own_optimizer_is_refused_when_it_is_made(module):
+    hvd = importlib.import_module(module)
+    with pytest.raises(RuntimeError, match=r"Keras 2: .* Received: Keras 3\..*hvdtrain\.DistributedOptimizer"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+def test_horovods_own_optimizer_of_another_build_is_refused(monkeypatch):
+    import horovod._keras
     import horovod.tensorflow.keras as hvd
 
+    unchecked = horovod._keras._create_distributed_optimizer
+    monkeypatch.setattr(horovod._keras, "create_distributed_optimizer", unchecked)
     hvdtrain.init()
     model = make_model()
     theirs = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))

@@ -142,26 +142,20 @@ def test_importing_the_package_loads_neither_tensorflow_nor_mpi():
     assert output.strip() == "[]"
 
 
-HOROVODS_OWN = """
+START_UP = """
 import hvdtrain
 hvdtrain.DistributedOptimizer
 from tensorflow.python.eager import context
 print(context.context()._initialized, hvdtrain.init().size)
-import horovod.tensorflow.keras, keras
-optimizer = horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD())
-try:
-    optimizer.apply([keras.ops.ones(1)], [keras.Variable([0.0])])
-except hvdtrain.errors.UsageError as error:
-    print(str(error)[:40])
 """
 
 
-def test_start_up_prints_nothing_and_horovods_own_optimizer_is_refused():
+def test_start_up_prints_nothing():
     """TensorFlow prints a dozen lines when it starts; a user of one rank sees none of them.
 
     Imports create no variable: threads and devices can no longer be chosen then.
     """
-    assert run(HOROVODS_OWN).splitlines() == ["False 1", "Horovod's own DistributedOptimizer avera"]
+    assert run(START_UP).strip() == "False 1"
 
 
 def test_public_names_exist():
