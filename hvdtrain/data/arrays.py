@@ -51,7 +51,6 @@ class Arrays(NumberedSource):
             shapes = [array.shape for array in self._arrays]
             raise DataError(f"all arrays must hold the same number of samples, at least 1. Received shapes: {shapes}")
         self.num_samples = sizes.pop()
-        self.has_sample_weights = sample_weight is not None
 
     def facts(self) -> dict[str, Any]:
         """The number of samples and a digest of up to 1,000 of them."""

@@ -23,7 +23,6 @@ class NumberedSource(abc.ABC):
     can_change = False
     bad_samples: Sequence[BadSample] = ()
     num_samples: int
-    has_sample_weights: bool
 
     def __init__(self, augment: Augment | None = None):
         self._augment = augment

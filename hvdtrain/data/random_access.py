@@ -55,7 +55,6 @@ class RandomAccess(NumberedSource):
                 f"{type(error).__name__}: {error}"
             ) from error
         self._specs = [tf.type_spec_from_value(tf.constant(each)) for each in tf.nest.flatten(self._structure)]
-        self.has_sample_weights = len(self._structure) == 3
 
     def facts(self) -> dict[str, Any]:
         """The number of samples and a digest of 16 of them."""
@@ -133,7 +132,6 @@ class Batches(NumberedSource):
         self._specs = [tf.TensorSpec((None, *each.shape[1:]), tf.constant(each[:1]).dtype) for each in flat]
         self._batch_size = len(flat[0])
         self.num_samples = (dataset.num_batches - 1) * self._batch_size + len(tf.nest.flatten(last)[0])
-        self.has_sample_weights = len(first) == 3
 
     def facts(self) -> dict[str, Any]:
         """The number of samples and a digest of the first and the last batch."""

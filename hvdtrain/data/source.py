@@ -27,8 +27,6 @@ class Source(Protocol):
     @property
     def num_samples(self) -> int: ...
     @property
-    def has_sample_weights(self) -> bool: ...
-    @property
     def keeps_order(self) -> bool:
         """Whether the source has a fixed order: the plan must have ``shuffle=False``."""
 

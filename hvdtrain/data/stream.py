@@ -86,7 +86,6 @@ class Stream:
         sample = self._transformed(self._dataset).element_spec
         if isinstance(sample, tuple) and len(sample) not in (1, 2, 3):
             raise UsageError(f"samples must be x, (x, y) or (x, y, sample_weight). Received: {sample}")
-        self.has_sample_weights = isinstance(sample, tuple) and len(sample) == 3
 
     def facts(self) -> dict[str, Any]:
         """The number of samples, their element spec, and a digest of the first 16."""

@@ -81,7 +81,6 @@ class TFRecords:
         self._parse = parse
         self._batched = batched
         self._augment = augment
-        self.has_sample_weights = len(parsed) == 3
         collectives = runtime.collectives()
         cache_folder = environment.cache_dir() if cache_dir is None else Path(cache_dir)
         self._files = on_every_rank(lambda: _find_files(files, cache_folder), collectives)

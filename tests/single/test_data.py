@@ -68,7 +68,6 @@ def test_mean_over_ranks_equals_mean_over_samples(make, size, accumulate):
 def test_element_spec_of_data_and_factor():
     x = {"a": np.zeros((8, 2), np.float32), "b": np.zeros(8, np.int32)}
     source = Arrays(x, np.zeros(8), np.arange(8))
-    assert source.has_sample_weights
     (a, *_), factor = training_dataset(source, SamplePlan(num_samples=8, batch_size=4)).element_spec
     assert a == {"a": tf.TensorSpec([None, 2], tf.float32), "b": tf.TensorSpec([None], tf.int32)}
     assert factor == tf.TensorSpec([], tf.float32)
@@ -217,7 +216,6 @@ def test_stream_transforms_only_its_share():
         return tf.ensure_shape(tf.numpy_function(note, [n], tf.int64), []), y, 0.5
 
     source = stream(8, transform=transform)
-    assert source.has_sample_weights
     calls.clear()
     plan = SamplePlan(num_samples=8, batch_size=2, rank=1, size=2, shuffle=False, remainder="drop")
     assert drawn(source, plan, 2) == [([20, 30], 1.0), ([60, 70], 1.0)]

@@ -94,7 +94,7 @@ def change_byte(path: Path, offset: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_each_sample_once_over_ranks(folder, size):
     source = open_files(folder / "*.tfrecord")
-    assert (source.num_samples, list(source.bad_samples), source.has_sample_weights) == (30, [], False)
+    assert (source.num_samples, list(source.bad_samples)) == (30, [])
     everything = []
     for rank in range(size):
         plan = SamplePlan(num_samples=30, batch_size=4, rank=rank, size=size)
@@ -153,7 +153,6 @@ def test_batched_parse_equals_parse(folder):
 
 def test_sample_weights_and_invalid_results(whole):
     source = open_files(whole, parse=lambda s: (*parse(s), 0.5))
-    assert source.has_sample_weights
     data, _ = next(iter(training_dataset(source, SamplePlan(num_samples=10, batch_size=5))))
     assert data[2].numpy().tolist() == [0.5] * 5
     with pytest.raises(UsageError, match="parse must return"):
