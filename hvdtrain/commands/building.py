@@ -61,14 +61,13 @@ def make_model(config: TaskConfig, task: Task, data: Data, collectives: Collecti
     optimizer = DistributedOptimizer(plain, **as_dict(config.reduction), collectives=collectives)
     if config.optimizer.ema_ramp:
         set_ema_ramp(optimizer)
-    model.compile(optimizer=optimizer, loss=task.make_loss(), metrics=task.metrics())
+    task.compile(model, optimizer)
     return model
 
 
 def compile_plainly(model: keras.Model, config: TaskConfig, task: Task, num_ranks: int) -> None:
     """Compiles with Keras' own optimizer, so that a saved model opens without hvdtrain."""
-    optimizer = make_optimizer(config, task, peak_learning_rate(config, num_ranks))
-    model.compile(optimizer=optimizer, loss=task.make_loss(), metrics=task.metrics())
+    task.compile(model, make_optimizer(config, task, peak_learning_rate(config, num_ranks)))
 
 
 def make_optimizer(config: TaskConfig, task: Task, learning_rate: Any) -> keras.optimizers.Optimizer:

@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored, newest_mani
 from hvdtrain.commands.building import make_model, read_task
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.config.fields import option_names, shown, with_options
-from hvdtrain.data import Data
+from hvdtrain.data import Data, evaluation_dataset
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import build_optimizer
 from hvdtrain.errors import DataError, UsageError
@@ -20,6 +20,7 @@ from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report
 from hvdtrain.tasks import Task, short_name
 from hvdtrain.tasks.loading import BUILT_IN
+from hvdtrain.training.train_step import build_by_tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ def open_run(folder: Path, task_name: str, data_dir: str | None, collectives: Co
     config = on_every_rank(lambda: _make_config(values, folder), collectives)
     task, data = on_every_rank(lambda: read_task(config), collectives)
     model = on_every_rank(lambda: make_model(config, task, data, collectives), collectives)
+    build_by_tracing(model, (evaluation_dataset(data.training, 1, rank=0, size=1).element_spec, None))
     build_optimizer(model)
     checkpointer = Checkpointer(folder / "checkpoints", model, collectives=collectives)
     return TrainedRun(config, task, data, model, checkpointer)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ class Task:
     """
 
     model: Callable[[Data], keras.Model]
-    """Returns the model, built (its first layer has an ``Input``), not compiled."""
+    """Returns the model, not compiled."""
     data: Callable[[Path | None], Data]
     """Reads the data from ``--data-dir`` (None if not set)."""
     loss: str | Callable[[], keras.losses.Loss]
     """The name of a Keras loss, or a function that returns a loss."""
     metrics: Callable[[], list[Any]] = list
     """Returns the ``metrics`` argument of ``compile``."""
+    loss_weights: Sequence[float] | Mapping[str, float] | None = None
+    """The ``loss_weights`` argument of ``compile``."""
     optimizer: str | Callable[[], keras.optimizers.Optimizer] = "adam"
     """A value of ``--optimizer``, or a function that returns an optimizer with a constant learning rate; command-line
     options override its settings."""
@@ -49,6 +51,9 @@ class Task:
         for name in ("loss", "optimizer"):
             value = getattr(self, name)
             self._require(name, isinstance(value, str) or callable(value), "a name or a function")
+        weights = self.loss_weights.values() if isinstance(self.loss_weights, Mapping) else self.loss_weights or ()
+        is_weighted = isinstance(weights, Iterable) and all(isinstance(each, (int, float)) for each in weights)
+        self._require("loss_weights", is_weighted, "a list of numbers, or a dict of them by output")
         is_mapping = isinstance(self.defaults, Mapping) and all(isinstance(each, str) for each in self.defaults)
         self._require("defaults", is_mapping, "a dict of options")
         self._require(
@@ -63,23 +68,23 @@ class Task:
         """The ``loss`` argument of ``compile``."""
         return self.loss if isinstance(self.loss, str) else self.loss()
 
+    def compile(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+        """Compiles a model with the task's loss, loss weights and metrics."""
+        model.compile(optimizer=optimizer, loss=self.make_loss(), metrics=self.metrics(), **self._weights())
+
     def make_model(self, data: Data) -> keras.Model:
-        """Makes the model. Raises UsageError if it is no Keras model, is not built, or cannot be compiled here."""
+        """Makes the model. Raises UsageError if it is no Keras model, or cannot be compiled here."""
         model = self.model(data)
-        if not isinstance(model, keras.Model) or not model.built:
-            raise UsageError(
-                "a task's model(data) must return a keras.Model that is built: give its first layer an Input, or call "
-                f"it once on a batch. Received: {model!r}"
-            )
+        if not isinstance(model, keras.Model):
+            raise UsageError(f"a task's model(data) must return a keras.Model. Received: {model!r:.200}")
         if model.compiled:
-            # Compiling it again would lose its loss weights, among others.
             raise UsageError(
                 "a task's model(data) must return a model that is not compiled, because it is compiled with the "
                 f"task's loss, metrics and optimizer. Received: {model.name}, which is compiled. Leave compile out "
                 "(load_model: compile=False), or train the compiled model with hvdtrain.Trainer."
             )
         try:
-            inspect.signature(model.compile).bind(optimizer=None, loss=None, metrics=None)
+            inspect.signature(model.compile).bind(optimizer=None, loss=None, metrics=None, **self._weights())
         except TypeError as error:
             raise UsageError(
                 "a task's model must have Keras' compile, with the arguments optimizer, loss and metrics. Received: "
@@ -94,6 +99,10 @@ class Task:
     def make_reporters(self, run_dir: Path) -> list[Reporter]:
         """Makes the reporters. Raises UsageError if they are no list of reporters."""
         return self._made_list("reporters", self.reporters(run_dir), Reporter)
+
+    def _weights(self) -> dict[str, Any]:
+        # A compile method of the model's own need not have this argument.
+        return {} if self.loss_weights is None else {"loss_weights": self.loss_weights}
 
     @staticmethod
     def _made_list(name: str, made: Any, of_type: type) -> list[Any]:

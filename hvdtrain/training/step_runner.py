@@ -1,8 +1,10 @@
 """Everything that makes training steps: sample plan, feed, compiled step and strategy; no logs, no checkpoints."""
 
 import time
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
@@ -27,7 +29,7 @@ from hvdtrain.training.progress import Progress
 from hvdtrain.training.step_times import StepTimes, TimeShares
 from hvdtrain.training.strategies.factory import make_strategy
 from hvdtrain.training.strategies.strategy import StrategyContext
-from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing
+from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing, trace_train_step
 from hvdtrain.training.xla import require_compilable
 
 _UNLIMITED_STEPS = 10**9
@@ -71,6 +73,7 @@ class StepRunner:
         self.plan = sample_plan(source, config, collectives)
         self.quota = BadSampleQuota(config.guards.bad_samples, collectives)
         self.feed = TrainingFeed(source, self.plan, self.quota)
+        _require_samples(model, self.feed.element_spec)
         build_by_tracing(model, self.feed.element_spec)
         accumulation = config.gradient_accumulation_steps
         for optimizer in optimizers_of(model):
@@ -125,17 +128,17 @@ class StepRunner:
         self.build_metrics(required=self._has_fillers)
 
     def build_metrics(self, *, required: bool) -> None:
-        """Creates the variables of the model's metrics, if Keras can derive them from model and data.
+        """Creates the variables of the model's metrics.
 
         Args:
-            required: raise Keras' error if it cannot; otherwise the first step creates them.
+            required: False: leave it to the first step if Keras cannot derive them from model and data.
         """
         try:
             build_metrics(self.model, self.feed.element_spec)
         except Exception:
             # A user's own train_step need not call the model as Keras would.
             if required:
-                raise
+                trace_train_step(self.model, self.feed.element_spec)
 
     def total(self, own: int) -> int:
         """A count of the run from this rank's: the sum over independent ranks; otherwise it is the same on every rank.
@@ -158,6 +161,21 @@ class StepRunner:
             start_s = time.perf_counter()
             self.strategy.run(last - before)
             clock.calls.append((max(1, self.progress.step - before), time.perf_counter() - start_s))
+
+
+def _require_samples(model: keras.Model, element_spec: Any) -> None:
+    """Raises UsageError for batches of a fixed size, which look like samples with one dimension more."""
+    data, _ = element_spec
+    x = tf.nest.flatten(keras.utils.unpack_x_y_sample_weight(data)[0])
+    inputs = getattr(model, "inputs", None) or []
+    shapes = [(spec.shape[1:], tf.TensorShape(each.shape[1:])) for spec, each in zip(x, inputs, strict=False)]
+    if shapes and all(own.rank == wanted.rank + 1 and own[1:].is_compatible_with(wanted) for own, wanted in shapes):
+        own, wanted = shapes[0]
+        raise UsageError(
+            f"samples must have the shapes of the model's inputs. Received: {own} for an input of {wanted}. Datasets "
+            "that yield batches of a fixed size, as with batch(…, drop_remainder=True), are passed as "
+            "hvdtrain.data.Stream(dataset, batched=True)."
+        )
 
 
 def sample_plan(source: Source, config: StepConfig, collectives: Collectives) -> SamplePlan:

@@ -253,17 +253,26 @@ def build_by_tracing(model: keras.Model, element_spec: Any) -> None:
     if not replica_consistency.is_built(model) or not (
         optimizers_of(model) == [model.optimizer] or all(each.built for each in optimizers_of(model))
     ):
-        data, _ = element_spec
-        distributed = model_hooks(model)
-        for hooks in distributed:
-            hooks.equal_start = EqualStart(SingleProcessCollectives())  # Replicas become equal later.
-        step = tf.function(tf.autograph.experimental.do_not_convert(lambda data: [model.train_step(data), None][1]))
-        step.get_concrete_function(data)
-        for hooks in distributed:
-            hooks.equal_start = EqualStart(hooks.collectives)
-        model.reset_metrics()
+        trace_train_step(model, element_spec)
     if not model.variables:
         raise UsageError(f"model {model.name!r} must have variables to train. Received: none.")
+
+
+def trace_train_step(model: keras.Model, element_spec: Any) -> None:
+    """Traces a model's ``train_step``, which creates the variables that it needs, and runs nothing.
+
+    Args:
+        element_spec: of ``(data, sample_weight)``, as the feed yields it.
+    """
+    data, _ = element_spec
+    distributed = model_hooks(model)
+    for hooks in distributed:
+        hooks.equal_start = EqualStart(SingleProcessCollectives())  # Replicas become equal later.
+    step = tf.function(tf.autograph.experimental.do_not_convert(lambda data: [model.train_step(data), None][1]))
+    step.get_concrete_function(data)
+    for hooks in distributed:
+        hooks.equal_start = EqualStart(hooks.collectives)
+    model.reset_metrics()
 
 
 def _restore_unless(condition: tf.Tensor, values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> None:

@@ -109,7 +109,7 @@ def test_program(program, way, tmp_path, record_property):
         np.max(np.abs(ours - theirs)) / max(1, np.max(np.abs(theirs)))
         for ours, theirs in zip(weights(model), alone, strict=True)
     )
-    assert difference < 1e-4
+    assert difference < 1e-6
     if values is not None:
         assert values == pytest.approx(values_alone, rel=1e-4, abs=1e-5)
     record_property(table.RESULT, f"equal ({difference:.0e})")

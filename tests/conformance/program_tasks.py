@@ -4,7 +4,7 @@ import inspect
 from unittest import mock
 
 import keras
-from programs import PROGRAMS
+from programs import LOSS_WEIGHTS, PROGRAMS, several_outputs_with_loss_weights
 
 import hvdtrain
 from hvdtrain.data import Arrays, Data
@@ -26,7 +26,7 @@ def as_task(program):
             passed.update(inspect.signature(keras_compile).bind(model, *arguments, **named).arguments)
             del passed["self"]
             # A task has no field for anything else: the model has to bring it.
-            if passed.keys() - {"optimizer", "loss", "metrics"}:
+            if passed.keys() - {"optimizer", "loss", "metrics", "loss_weights"}:
                 keras_compile(model, *arguments, **named)
 
         keras_compile = keras.Model.compile
@@ -43,6 +43,7 @@ def as_task(program):
         model=make_model,
         data=lambda data_dir: Data(parts()[1]),
         loss=lambda: parts()[2].get("loss"),
+        loss_weights=LOSS_WEIGHTS if program is several_outputs_with_loss_weights else None,
         metrics=lambda: parts()[2].get("metrics", []),
         optimizer=lambda: parts()[2].get("optimizer", keras.optimizers.RMSprop()),
     )

@@ -17,7 +17,7 @@ process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`
 
 "equal": the weights are those of one process, on all ranks, and `Trainer` and `--task` log the same loss and metrics.
 The number is the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is
-greater; at most 1e-4 is allowed. "refused": hvdtrain raises an error that begins with these words.
+greater; at most 1e-6 is allowed. "refused": hvdtrain raises an error that begins with these words.
 
 Models with embeddings under Adam or RMSprop are compared with one process that sums the entries of a row, see
 [numerics.md](numerics.md#embeddings).

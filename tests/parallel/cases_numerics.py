@@ -379,7 +379,12 @@ def test_messages_of_bounded_size(max_message_bytes, monkeypatch):
     assert np.array_equal(variables[-1].numpy(), tf.cast(everyone[0][1][3], tf.bfloat16).numpy())
 
 
-@pytest.mark.long
+def large(test):
+    """Messages of gigabytes: they need 18 GiB on 2 ranks."""
+    return pytest.mark.long(pytest.mark.skipif(SIZE > 2, reason="needs more than 24 GiB on more than 2 ranks")(test))
+
+
+@large
 def test_objects_of_two_gibibytes_together():
     count = 2**31 // SIZE + 1
     gathered = COLLECTIVES.allgather(np.full(count, RANK, np.uint8))
@@ -387,8 +392,7 @@ def test_objects_of_two_gibibytes_together():
     assert found == [(count, rank, rank) for rank in range(SIZE)]
 
 
-@pytest.mark.long
-@pytest.mark.skipif(SIZE > 2, reason="needs 18 GiB on 2 ranks")
+@large
 @pytest.mark.parametrize("num_bytes", [2**32 + 64, 2**31, 2**31 - 1])
 def test_variables_at_the_limits_of_mpi(num_bytes):
     """MPI counts in 32 bits, and Horovod passes on what is left of a larger number."""

@@ -1,5 +1,6 @@
 """The built-in tasks on sample data of their formats: trained, resumed, evaluated and exported by the command line."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -176,3 +177,55 @@ def test_callbacks_and_reporters_of_a_task(tmp_path):
     lines = (tmp_path / "run" / "own.log").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["2", "4"]
     assert all("loss" in line.split() for line in lines)
+
+
+BUILT_BY_ITS_FIRST_STEP = """
+import keras
+import numpy as np
+import hvdtrain
+from hvdtrain.data import Arrays, Data
+
+X = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
+
+
+@keras.saving.register_keras_serializable()
+class TwoOutputs(keras.Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.a, self.b = keras.layers.Dense(1, name="a"), keras.layers.Dense(1, name="b")
+
+    def call(self, x):
+        return {"a": self.a(x), "b": self.b(x)}
+
+
+TASK = hvdtrain.Task(
+    model=lambda data: TwoOutputs(),
+    data=lambda folder: Data(Arrays(X, {"a": 2 * X, "b": -X}), Arrays(X, {"a": 2 * X, "b": -X})),
+    loss=lambda: {"a": "mse", "b": "mse"},
+    loss_weights={"a": 1.0, "b": 0.0},
+    optimizer=lambda: keras.optimizers.SGD(0.1),
+    defaults={"epochs": 2, "batch_size": 16},
+)
+"""
+
+
+def test_a_model_that_its_first_step_builds_is_trained_resumed_evaluated_and_exported(tmp_path):
+    import keras
+
+    path, run_dir, exported = tmp_path / "own.py", tmp_path / "run", tmp_path / "exported.keras"
+    path.write_text(BUILT_BY_ITS_FIRST_STEP)
+    lines = [
+        ["--task", path, "--run-dir", run_dir, "--seed", "3", "--steps", "2"],
+        ["--task", path, "--run-dir", run_dir, "--seed", "3"],
+        ["eval", "--run-dir", run_dir],
+        ["export", "--run-dir", run_dir, "--output", exported],
+    ]
+    run_all(lines, tmp_path / "output", ranks=2, timeout_s=90)
+    assert summary(run_dir)["resumed_from"] == 2
+    (evaluated,) = (run_dir / "evaluations.jsonl").read_text().splitlines()
+    assert json.loads(evaluated)["loss"] == pytest.approx(summary(run_dir)["eval"]["loss"], rel=1e-6)
+    spec = importlib.util.spec_from_file_location("own", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # Registers the class.
+    model = keras.models.load_model(exported)
+    assert model.get_layer("a").bias.numpy() != 0
+    assert model.get_layer("b").bias.numpy() == 0  # Its loss has the weight 0.

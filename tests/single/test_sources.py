@@ -116,6 +116,15 @@ def test_models_that_train_on_x_alone(source):
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
+def test_batches_of_a_fixed_size_are_told_from_samples():
+    batches = SINGLE.batch(10, drop_remainder=True)
+    with pytest.raises(
+        UsageError, match=r"Received: \(10, 5\) for an input of \(5,\).*Stream\(dataset, batched=True\)"
+    ):
+        trained(batches)
+    assert trained(Stream(batches, batched=True)) == trained(SINGLE)
+
+
 def test_x_alone_can_be_augmented():
     source = Arrays({"a": X}, augment=lambda x, y, seed: ({"a": x["a"] + 1}, y))
     plan = SamplePlan(num_samples=50, batch_size=50, shuffle=False)

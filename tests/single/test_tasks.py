@@ -387,12 +387,29 @@ def test_return_values_of_a_task_are_checked():
     task = Task(model=lambda data: None, data=lambda folder: (1, 2), loss="mse")
     with pytest.raises(UsageError, match=r"must return hvdtrain.data.Data. Received: \(1, 2\)"):
         task.read_data(None)
-    with pytest.raises(UsageError, match=r"must return a keras\.Model that is built"):
+    with pytest.raises(UsageError, match=r"must return a keras\.Model\. Received: None"):
         task.make_model(NO_DATA)
 
 
+def test_loss_weights_of_a_task_reach_the_loss():
+    inputs = keras.layers.Input((3,))
+    outputs = [keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")(inputs) for _ in range(2)]
+    model = keras.Model(inputs, outputs)
+    mse = ["mse", "mse"]
+    task = Task(model=lambda data: model, data=lambda folder: NO_DATA, loss=lambda: mse, loss_weights=[0.5, 3.0])
+    task.compile(task.make_model(NO_DATA), keras.optimizers.SGD())
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 1), np.float32)
+    assert float(model.compute_loss(x, [y, y], model(x))) == pytest.approx((0.5 + 3.0) * 2.0**2)
+
+
+@pytest.mark.parametrize("loss_weights", [["0.5"], {"label": None}, 0.5, "half"])
+def test_bad_loss_weights_of_a_task_are_refused(loss_weights):
+    with pytest.raises(UsageError, match="loss_weights of a task must be a list of numbers, or a dict"):
+        Task(model=lambda data: None, data=lambda folder: NO_DATA, loss="mse", loss_weights=loss_weights)
+
+
 def test_a_compiled_model_of_a_task_is_refused():
-    """It would be compiled again, without its loss weights."""
+    """It would be compiled again, without its own arguments of ``compile``."""
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
     model.compile(loss="mse", loss_weights=0.5)
     with pytest.raises(UsageError, match=r"must return a model that is not compiled.*Received: sequential"):
