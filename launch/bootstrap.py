@@ -2,10 +2,14 @@
 
 Called by ``launch/run``; with ``--restarts``, ``restarts.py`` runs the command. Uses only the standard
 library of Python 3.10 or later. Settings are environment variables: ``HVDTRAIN_PYTHON`` (the interpreter) and
-those of ``launch/horovod/backend.py`` (``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). Changing a value rebuilds
-the environment; a setting stays in effect without being repeated until ``.venv`` is deleted.
+those of ``launch/horovod/backend.py`` (``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``). A setting stays in effect
+without being repeated until ``.venvs`` is deleted.
+
+``.venvs`` has an environment for each combination of settings and pinned versions that was used lately; ``.venv``
+is a link to the current one. A new one never replaces files of an old one, in which jobs may be running.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -19,13 +23,16 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from restarts import OptionError, supervise, take_options
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-STAMP = VENV / "hvdtrain-environment.json"
+VENVS = ROOT / ".venvs"
+CURRENT = ROOT / ".venv"
+SETTINGS_FILE = VENVS / "settings.json"
+# In an environment that is complete. Commands that run in it hold a shared lock of this file.
+STAMP = "hvdtrain-environment.json"
 LOCK = ROOT / ".venv.lock"
 UV_HOME = ROOT / ".venv.uv"
 INPUTS = ("pyproject.toml", "launch/horovod/pyproject.toml", "launch/horovod/backend.py", "launch/horovod/horovod.txt")
@@ -48,13 +55,14 @@ def fail(rule: str, remedy: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def inputs_digest() -> str:
-    """A digest of the files that define the environment, and of its path, which scripts contain."""
+def wanted_environment() -> Path:
+    """The environment for the current settings and versions; its path is part of its scripts."""
     digest = hashlib.sha256(str(ROOT).encode())
+    digest.update(json.dumps(settings()).encode())
     for name in INPUTS:
         text = (ROOT / name).read_text()
         digest.update((installation_sections(text) if name == "pyproject.toml" else text).encode())
-    return digest.hexdigest()
+    return VENVS / digest.hexdigest()[:12]
 
 
 def installation_sections(pyproject: str) -> str:
@@ -63,24 +71,57 @@ def installation_sections(pyproject: str) -> str:
     return "".join(each for each in sections if each.startswith(("[project", "[dependency-groups]", "[tool.uv")))
 
 
-def read_stamp() -> dict[str, Any]:
-    """The inputs and settings of the existing environment; empty if there is none."""
+def settings() -> dict[str, str]:
+    """The current settings; those that are not set keep their last value."""
     try:
-        return json.loads(STAMP.read_text())
+        previous = json.loads(SETTINGS_FILE.read_text())
     except (OSError, ValueError):
-        return {}
-
-
-def settings(stamp: dict[str, Any]) -> dict[str, str]:
-    """The current settings; those that are not set keep the value the environment was created with."""
-    previous = stamp.get("settings", {})
+        previous = {}
     return {name: os.environ.get(name) or previous.get(name, "") for name in SETTINGS}
 
 
-def is_current() -> bool:
-    stamp = read_stamp()
-    wanted = {"made_from": inputs_digest(), "settings": settings(stamp)}
-    return stamp == wanted and (VENV / "bin" / "python").exists()
+def claim(venv: Path) -> bool:
+    """Keeps an environment from being removed while this process runs, and the command that replaces it.
+
+    Returns:
+        Whether the environment is complete.
+    """
+    try:
+        file = os.open(venv / STAMP, os.O_RDONLY)
+    except OSError:
+        return False
+    os.set_inheritable(file, True)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH)
+    return (venv / STAMP).exists() and (venv / "bin" / "python").exists()
+
+
+def make_current(venv: Path) -> None:
+    """Links ``.venv`` to an environment, and removes those that are no longer used, but for the last."""
+    if CURRENT.is_symlink() and CURRENT.resolve() == venv:
+        return
+    previous = CURRENT.resolve()
+    if CURRENT.is_dir() and not CURRENT.is_symlink():  # made by an earlier version of this file
+        previous = CURRENT.rename(VENVS / "earlier")
+    link = VENVS / "new-link"
+    link.unlink(missing_ok=True)
+    link.symlink_to(venv.relative_to(ROOT))
+    link.replace(CURRENT)
+    for other in VENVS.iterdir():
+        if other.is_dir() and other not in (venv, previous) and not is_in_use(other):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def is_in_use(venv: Path) -> bool:
+    """Whether a command of this host runs in an environment."""
+    try:
+        with (venv / STAMP).open() as stamp:
+            fcntl.flock(stamp, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # never completed
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def check_compiler() -> None:
@@ -154,7 +195,8 @@ def explain(output: str, log: Path) -> NoReturn:
     if any(sign in output for sign in network):
         fail(
             "the package index could not be reached.",
-            "Check the network or proxy (HTTPS_PROXY), or set your site's mirror: UV_INDEX_URL=… PIP_INDEX_URL=…",
+            "On a compute node without internet: run launch/run true on the login node first. Elsewhere, check the "
+            "network or proxy (HTTPS_PROXY), or set your site's mirror: UV_INDEX_URL=… PIP_INDEX_URL=…",
         )
     fail(f"the set-up failed; the full output is in {log}.", "Fix the reported problem and run launch/run again.")
 
@@ -176,25 +218,26 @@ def find_uv(log: TextIO) -> list[str]:
     return [str(own)]
 
 
-def make_environment(log: TextIO) -> None:
+def make_environment(venv: Path, log: TextIO) -> None:
     check_compiler()
     check_disk_space()
     uv = find_uv(log)
-    chosen = settings(read_stamp())
+    chosen = settings()
     os.environ.update({name: value for name, value in chosen.items() if value})
     base = getattr(sys, "_base_executable", sys.executable)
-    STAMP.unlink(missing_ok=True)
-    run_step("Creating the environment in .venv", [*uv, "venv", "--quiet", "--clear", "--python", base, str(VENV)], log)
-    # Not complete yet, but a retry after a failure needs the settings.
-    STAMP.write_text(json.dumps({"made_from": "", "settings": chosen}))
+    run_step(
+        f"Creating the environment in {venv.relative_to(ROOT)}",
+        [*uv, "venv", "--quiet", "--clear", "--python", base, str(venv)],
+        log,
+    )
     # Compiling bytecode takes 15 s here. If PYTHONDONTWRITEBYTECODE is set, as in many containers, or the folder is
     # read-only for ranks, every start of every rank would otherwise compile TensorFlow again (5 s).
-    install = [*uv, "pip", "install", "--compile-bytecode", "--python", str(VENV / "bin" / "python")]
+    install = [*uv, "pip", "install", "--compile-bytecode", "--python", str(venv / "bin" / "python")]
     if chosen["HVDTRAIN_MPI"] == "site":
         # The cache does not distinguish between different MPIs of a site.
         install += ["--refresh-package", "horovod"]
     run_step(
-        "Installing TensorFlow and building Horovod for it, about 2 minutes on 2 cores",
+        "Installing TensorFlow, and Horovod, which takes 2 minutes on 2 cores unless this machine has built it before",
         [*install, "--editable", ".", "--group", "dev"],
         log,
     )
@@ -205,15 +248,18 @@ def make_environment(log: TextIO) -> None:
         requirement = re.findall(r'"(mpi4py[^"]*)"', (ROOT / "pyproject.toml").read_text())
         options = ["--no-deps", "--no-cache", "--no-binary", "mpi4py", "--reinstall-package", "mpi4py"]
         run_step("Building mpi4py with the site's MPI", [*install, *options, *requirement], log)
-    STAMP.write_text(json.dumps({"made_from": inputs_digest(), "settings": chosen}))
+    (venv / STAMP).write_text(json.dumps(chosen))
     say("the environment is ready.")
 
 
-def ensure_environment() -> None:
-    if is_current():
-        return
+def ensure_environment() -> Path:
+    """The environment to run commands in; creates it if it is missing or out of date."""
+    venv = wanted_environment()
+    if claim(venv) and CURRENT.resolve() == venv:
+        return venv
     try:
         lock = LOCK.open("w")
+        VENVS.mkdir(exist_ok=True)
     except OSError as error:
         fail(f"{ROOT} must be writable on first use: {error}.", "Clone to a folder that you own.")
     with lock:
@@ -222,16 +268,21 @@ def ensure_environment() -> None:
         except BlockingIOError:
             say("another launch/run is creating the environment; waiting for it.")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_current():
+        # A retry after a failure needs them.
+        SETTINGS_FILE.write_text(json.dumps(settings()))
+        if not claim(venv):
             with (ROOT / ".venv.log").open("w") as log:
-                make_environment(log)
+                make_environment(venv, log)
+            claim(venv)
+        make_current(venv)
+    return venv
 
 
-def environment() -> dict[str, str]:
+def environment(venv: Path) -> dict[str, str]:
     env = dict(os.environ)
-    env["VIRTUAL_ENV"] = str(VENV)
+    env["VIRTUAL_ENV"] = str(venv)
     # launch/bin first: its horovodrun starts 10 times faster.
-    folders = [str(ROOT / "launch" / "bin"), str(VENV / "bin"), env.get("PATH", os.defpath)]
+    folders = [str(ROOT / "launch" / "bin"), str(venv / "bin"), env.get("PATH", os.defpath)]
     env["PATH"] = os.pathsep.join(folders)
     env.pop("PYTHONHOME", None)
     # OMPI_MCA_odls_base_sigkill_timeout, the time to save after mpirun receives SIGTERM, is deliberately not set:
@@ -252,9 +303,9 @@ def main(arguments: list[str]) -> None:
         )
     # The default action of SIGTERM would leave the installer running.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    ensure_environment()
+    venv = ensure_environment()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    env = environment()
+    env = environment(venv)
     program = shutil.which(command[0], path=env["PATH"])
     if program is None:
         say(f"command not found: {command[0]}")

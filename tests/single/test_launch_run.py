@@ -1,6 +1,7 @@
 """launch/run with a fake uv, so that nothing is built."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -62,9 +63,9 @@ def calls(checkout: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
 
 
-def start(checkout: Path, *command: str, **more: str) -> subprocess.Popen:
+def start(checkout: Path, *command: str, stdin: int | None = None, **more: str) -> subprocess.Popen:
     """Starts launch/run; the caller has to wait for it."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(
         [str(checkout / "launch" / "run"), *command], env=environment(checkout, **more), text=True, **pipes
     )
@@ -93,8 +94,9 @@ def test_creates_the_environment_once_and_runs_the_command_in_it(checkout):
     assert "the environment is ready" in first.stderr
     second = run(checkout, "sh", "-c", "echo $VIRTUAL_ENV; command -v python; command -v horovodrun")
     assert second.stderr == ""
-    programs = (".venv/bin/python", "launch/bin/horovodrun")
-    assert second.stdout.splitlines() == [str(checkout / each) for each in (".venv", *programs)]
+    venv = (checkout / ".venv").resolve()
+    expected = [venv, venv / "bin" / "python", checkout / "launch" / "bin" / "horovodrun"]
+    assert second.stdout.splitlines() == list(map(str, expected))
     assert calls(checkout) == ["venv", "pip"]
 
 
@@ -112,6 +114,51 @@ def test_recreates_the_environment_when_its_inputs_change(checkout, change):
     # A setting stays in effect without being repeated.
     assert run(checkout, "true").returncode == 0
     assert calls(checkout) == ["venv", "pip"] * 2
+
+
+def use_version(checkout: Path, version: str) -> None:
+    pins = checkout / "pyproject.toml"
+    pins.write_text(re.sub(r'"numpy>=[^"]*"', f'"numpy>={version}"', pins.read_text()))
+
+
+def venvs(checkout: Path) -> set[Path]:
+    return {each for each in (checkout / ".venvs").iterdir() if each.is_dir()}
+
+
+def test_a_failed_update_leaves_the_environment_and_the_jobs_in_it_alone(checkout):
+    assert run(checkout, "true").returncode == 0
+    before = (checkout / ".venv").resolve()
+    text = (checkout / "pyproject.toml").read_text()
+    use_version(checkout, "1.27")
+    failed = run(checkout, "true", UV_FAILS_WITH="error: Failed to fetch: dns error")
+    assert failed.returncode == 1
+    assert "run launch/run true on the login node first" in failed.stderr
+    assert (checkout / ".venv").resolve() == before
+    (checkout / "pyproject.toml").write_text(text)
+    assert run(checkout, "sh", "-c", "echo $VIRTUAL_ENV").stdout.strip() == str(before)
+    assert calls(checkout) == ["venv", "pip"] * 2
+
+
+def test_environments_are_removed_when_no_command_runs_in_them(checkout):
+    use_version(checkout, "1")
+    job = start(checkout, "sh", "-c", "echo $VIRTUAL_ENV; read -r line", stdin=subprocess.PIPE)
+    in_use = Path(job.stdout.readline().strip())
+    for version in ("2", "3", "4"):
+        use_version(checkout, version)
+        assert run(checkout, "true").returncode == 0
+    current = (checkout / ".venv").resolve()
+    assert in_use in venvs(checkout)
+    assert len(venvs(checkout)) == 3  # That of the job, the last one, and the current one.
+    job.communicate("\n", timeout=60)
+    use_version(checkout, "5")
+    assert run(checkout, "true").returncode == 0
+    assert venvs(checkout) == {current, (checkout / ".venv").resolve()}
+
+
+def test_an_environment_in_a_plain_folder_is_replaced(checkout):
+    (checkout / ".venv" / "bin").mkdir(parents=True)
+    assert run(checkout, "true").returncode == 0
+    assert (checkout / ".venv").resolve() in venvs(checkout)
 
 
 def test_does_not_rebuild_for_a_new_linter_rule(checkout):
@@ -133,7 +180,7 @@ def test_works_through_symlinks(checkout):
     (links / "one").symlink_to(checkout / "launch" / "run")
     (links / "two").symlink_to("one")
     done = run(checkout, "sh", "-c", "echo $VIRTUAL_ENV", script=links / "two")
-    assert done.stdout.strip() == str(checkout / ".venv")
+    assert done.stdout.strip() == str((checkout / ".venv").resolve())
 
 
 def test_concurrent_calls_build_once(checkout, blocked_install):

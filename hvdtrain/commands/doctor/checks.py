@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 from hvdtrain.system import cores, environment, tensorflow_start, versions
 
-_REBUILD = "rebuild the environment: delete .venv and call launch/run again"
+_REBUILD = "rebuild the environment: delete .venvs and call launch/run again"
 
 
 @dataclasses.dataclass(frozen=True)
