@@ -66,11 +66,11 @@ def require_sums(model: keras.Model) -> bool:
         Whether such a check is new: compiled steps must be compiled anew.
 
     Raises:
-        UsageError: a metric's state does not start at 0, or holds no numbers.
+        UsageError: a metric's state does not start at 0.
     """
     for metric in model.metrics:
         for variable in metric.variables:
-            if variable.dtype == "bool" or np.any(variable.numpy()):
+            if np.any(variable.numpy()):
                 raise UsageError(
                     f"{_RULE} Received: metric {metric.name!r}, whose variable {variable.path!r} starts at another "
                     f"value. {_REMEDY}"

@@ -317,14 +317,21 @@ def test_a_gradient_tape_equals_one_process(wraps_later):
     assert relative_difference(ours, alone) < 1e-5
 
 
-def test_optimizers_of_different_names_reduce_together():
+@pytest.mark.parametrize("way", WAYS)
+def test_optimizers_of_different_names_reduce_together(way):
     """Keras numbers the names of optimizers: rank 0 has made others before."""
     for _ in range(2 if RANK == 0 else 0):
         keras.optimizers.SGD(0.1)
     optimizer = distributed(keras.optimizers.SGD(0.5))
     assert len(set(COLLECTIVES.allgather(optimizer.name))) == SIZE or SIZE > 2
     alone = train_alone(compiled(classifier, keras.optimizers.SGD(0.5), cross_entropy()), X, LABELS)
-    assert difference(train_with_fit(compiled(classifier, optimizer, cross_entropy()), X, LABELS), alone) < 1e-5
+    assert difference(WAYS[way](compiled(classifier, optimizer, cross_entropy()), X, LABELS), alone) < 1e-5
+
+
+def test_float16_gradients_whose_sum_overflows():
+    reduce = COLLECTIVES.gradient_reducer(ReductionConfig(op="average"))
+    (reduced,) = reduce([tf.fill([5], tf.constant(40000.0, tf.float16))]).gradients
+    assert np.array_equal(reduced.numpy(), np.full(5, 40000.0, np.float16))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -377,6 +384,17 @@ def test_messages_of_bounded_size(max_message_bytes, monkeypatch):
     for variable, expected in zip(variables, [*everyone[0][1], np.full(200, True)], strict=False):
         assert np.array_equal(variable.numpy(), expected)
     assert np.array_equal(variables[-1].numpy(), tf.cast(everyone[0][1][3], tf.bfloat16).numpy())
+
+
+def test_masked_losses_of_a_filler():
+    """The last step has a sample for rank 0 alone."""
+    x, y = X[: SIZE * BATCH + 1], WORD_LABELS[: SIZE * BATCH + 1]
+    alone = compiled(lambda: tagger(False), keras.optimizers.SGD(0.5), cross_entropy(ignore_class=-1))
+    for part in (slice(SIZE * BATCH), slice(SIZE * BATCH, None)):
+        alone.train_on_batch(x[part], y[part])
+    model = compiled(lambda: tagger(False), distributed(keras.optimizers.SGD(0.5)), cross_entropy(ignore_class=-1))
+    train_with_trainer(model, x, y, batch_size=BATCH, steps=2)
+    assert difference(model, alone) < 1e-5
 
 
 def large(test):

@@ -189,3 +189,31 @@ def test_unsuitable_folders_are_refused(kind, tmp_path):
     with pytest.raises(JobError, match=r"It was left untouched|a file"):
         checkpointer(place).save(1)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", files_of_a_checkpoint())
+def test_no_fifo_in_a_checkpoint_is_waited_for(name, two_checkpoints, tmp_path, capfd):
+    shutil.copytree(two_checkpoints[0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "step-00000002" / name).unlink()
+    os.mkfifo(tmp_path / "step-00000002" / name)
+    assert checkpointer(tmp_path).load().step == 1
+    assert f"{name}" in capfd.readouterr().err
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(tmp_path):
+    saver = checkpointer(tmp_path)
+    saver.restore()
+    saver.save(2, wait=True)
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    saver.save(2, wait=True)
+    assert storage.damage(tmp_path / "step-00000002") is None
+    assert (tmp_path / "step-00000002.aside1").is_dir()
+
+
+def test_a_leftover_that_cannot_be_deleted_does_not_fail_a_save(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / ".step-00000001.deleting").mkdir()
+    monkeypatch.setattr(storage, "remove", refuse)
+    storage.delete_all_but(tmp_path, 1)

@@ -80,6 +80,7 @@ def test_adacomm_follows_the_square_root_of_the_loss():
             interval.round_ended(loss * 40, 40)
         seen.append(interval.steps)
     assert seen == [10, 9, 6, 6, 6, 1]
+    interval.round_ended(5.0, 40)  # a part of an update
     again = SyncInterval(LocalSGDConfig(sync_every=10, sync_schedule="adacomm"))
     again.restore(interval.state())
     assert again.steps == 1

@@ -105,3 +105,19 @@ def test_also_in_eager_steps_and_after_a_fit_without_the_check(options):
 @pytest.mark.parametrize("metric", [SumOfSquares, Count, OwnMean])
 def test_sums_of_the_users_own_are_not(metric, trainer):
     fit(metric(), trainer=trainer)
+
+
+def test_a_sum_that_starts_at_one_is_refused():
+    class FromOne(Own):
+        def __init__(self):
+            keras.metrics.Metric.__init__(self, name="own")
+            self.state = self.add_weight(initializer="ones", name="state")
+
+        def updated(self, state, values):
+            return state + ops.sum(values)
+
+        def reset_state(self):
+            self.state.assign(1.0)
+
+    with pytest.raises(UsageError, match="starts at another value"):
+        fit(FromOne(), trainer=True)

@@ -11,7 +11,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
-from hvdtrain.distributed.replica_consistency import broadcast
+from hvdtrain.distributed.replica_consistency import broadcast, require_equal_replicas
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DivergenceError
 
@@ -189,3 +189,9 @@ def test_vocabularies_of_different_sizes_are_refused():
         DivergenceError, match=r"number of words .* 5 on rank 0, 3 on rank 1\. Adapt it on the same data"
     ):
         pair(share_adapted_layers, models)
+
+
+def test_adapted_layers_are_part_of_the_comparison_of_replicas():
+    models = [adapted(Scale(), NUMBERS + rank) for rank in range(2)]
+    with pytest.raises(DivergenceError, match="At step 5 scale of layer"):
+        pair(lambda model, collectives: require_equal_replicas(model, collectives, 5), models)

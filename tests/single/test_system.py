@@ -13,6 +13,15 @@ from hvdtrain.system.cores import inter_op_threads, threads_per_rank
 from hvdtrain.system.launcher import Launcher, find_launcher
 
 
+@pytest.mark.parametrize(("stall_timeout_s", "expected"), [(600, "660"), (0.5, "61"), (0, "86460")])
+def test_gloo_does_not_end_a_start_before_the_stall_timeout(stall_timeout_s, expected, monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    environment.set_gloo_timeout(stall_timeout_s)
+    assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
+    environment.set_gloo_timeout(5)
+    assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected  # What is set stays.
+
+
 @pytest.mark.parametrize(
     ("env", "expected"),
     [

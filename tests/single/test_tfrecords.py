@@ -394,3 +394,10 @@ def test_more_files_than_may_be_open_at_once(tmp_path, monkeypatch):
     plan = SamplePlan(num_samples=16, batch_size=4)
     assert sorted(n for numbers, _ in drawn(source, plan, 4) for n in numbers) == list(range(16))
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_a_file_name_may_contain_brackets(folder):
+    path = folder / "part[0].tfrecord"
+    (folder / "0.tfrecord").rename(path)
+    plan = SamplePlan(num_samples=10, batch_size=10, shuffle=False)
+    assert drawn(open_files(path), plan, 1)[0][0] == [*range(10)]

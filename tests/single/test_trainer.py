@@ -384,3 +384,14 @@ def test_a_stop_request_is_received_while_a_rank_waits_for_input():
     assert noted["received"]
     assert noted["step then"] == noted["step"] < 100
     assert trainer.step == noted["step"] + 1
+
+
+def test_a_train_step_that_applies_no_gradients_is_refused():
+    class Idle(keras.Sequential):
+        def train_step(self, data):
+            return {"loss": self.compute_loss(y=data[1], y_pred=self(data[0]))}
+
+    model = Idle([layers.Input((5,)), layers.Dense(3)])
+    model.compile(optimizer="sgd", loss="sparse_categorical_crossentropy")
+    with pytest.raises(UsageError, match=r"train_step must apply gradients by an optimizer.*Idle\.train_step"):
+        make_trainer(model, Arrays(X, Y), batch_size=16, epochs=1).fit()
