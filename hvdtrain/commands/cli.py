@@ -1,5 +1,6 @@
 """The command line: from arguments to a configuration, from a configuration to a command's exit code."""
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -94,7 +95,8 @@ def parse(command: str | None, arguments: Sequence[str]) -> Config:
         raise UsageError(f"{error!s:.1000} See python -m hvdtrain {command or 'train'} --help") from error
     if function not in _COMMANDS.values():  # --help or --version
         if environment.launcher().rank == 0:
-            function(*bound.args, **bound.kwargs)
+            with contextlib.suppress(OSError):  # Nobody reads it, or the disk is full.
+                function(*bound.args, **bound.kwargs)
         raise SystemExit(0)
     bound.apply_defaults()
     config: Any = bound.arguments["config"]

@@ -157,3 +157,30 @@ def test_one_process_without_a_launcher(tmp_path):
         cwd=Path("/"),
     )
     assert opened.stdout.strip() == second["weights_sha256"], opened.stderr
+
+
+AFTER_THE_END = """
+import os, signal, sys
+from hvdtrain.commands import cli
+try:
+    code = cli.main(sys.argv[1:])
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "code"), [(["--task", "digits", "--steps", "1"], 0), (["--task", "mnist"], 65)])
+def test_a_signal_after_the_last_line_does_not_change_the_exit_code(arguments, code, tmp_path):
+    command = [sys.executable, "-c", AFTER_THE_END, *arguments, "--run-dir", str(tmp_path / "run")]
+    assert subprocess.run(command, timeout=60).returncode == code
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["--task", "digits", "--steps", "1"]])
+def test_output_that_cannot_be_written_does_not_change_the_exit_code(arguments, tmp_path):
+    command = [sys.executable, "-m", "hvdtrain", *arguments]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
