@@ -4,8 +4,9 @@
     launch/mpirun.sh -H a:4,b:4 python -m hvdtrain
     launch/mpirun.sh --hostfile hosts.txt python -m hvdtrain
 
-First checks that the other hosts can be reached. Output lines are tagged by rank; mpirun's exit code is returned and
-signals are passed on to it. Set options of mpirun itself as variables (OMPI_MCA_…, I_MPI_…, MPIR_CVAR_…).
+First checks that the other hosts can be reached. Output lines are tagged by rank, except on a terminal, where hvdtrain
+draws a progress bar. mpirun's exit code is returned and signals are passed on to it. Set options of mpirun itself as
+variables (OMPI_MCA_…, I_MPI_…, MPIR_CVAR_…).
 """
 
 import os
@@ -13,6 +14,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,10 +43,10 @@ def implementation(version: str) -> tuple[str, int]:
 
 
 def open_mpi(
-    job: Job, env: Mapping[str, str], prefix: Path, major: int, *, as_root: bool
+    job: Job, env: Mapping[str, str], prefix: Path, major: int, *, as_root: bool, tags_output: bool = True
 ) -> tuple[list[str], list[str]]:
     """mpirun's arguments before the command, and notes to print about them."""
-    arguments, notes = ["-np", str(job.ranks), "--tag-output"], []
+    arguments, notes = ["-np", str(job.ranks), *(["--tag-output"] if tags_output else [])], []
     mapping = "slot"
     if as_root:
         arguments.append("--allow-run-as-root")
@@ -71,9 +73,9 @@ def open_mpi(
     return arguments, notes
 
 
-def hydra(job: Job, env: Mapping[str, str], *, is_intel: bool) -> tuple[list[str], list[str]]:
+def hydra(job: Job, env: Mapping[str, str], *, is_intel: bool, tags_output: bool = True) -> tuple[list[str], list[str]]:
     """The arguments and notes for MPICH and Intel MPI."""
-    arguments = ["-n", str(job.ranks), "-prepend-rank"]
+    arguments = ["-n", str(job.ranks), *(["-prepend-rank"] if tags_output else [])]
     notes = ["more ranks than cores on this host: ranks share cores"] if job.oversubscribed else []
     if job.hosts and is_intel:
         counts = {host.slots for host in job.hosts}
@@ -105,12 +107,14 @@ def main() -> None:
     # With unbuffered output, every write would be tagged like a line. Ranks have terminals, so output is line-buffered.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     job = parse_job(LAUNCHER, options, env, supports_slurm=name == "Open MPI")
+    # A tag before each line moves a progress bar out of place; hvdtrain's messages name the rank.
+    tags_output = not sys.stdout.isatty()
     if name == "Open MPI":
         env = with_network_settings(env) if job.is_remote else env
         prefix = Path(mpirun).parent.parent
-        arguments, notes = open_mpi(job, env, prefix, major, as_root=os.geteuid() == 0)
+        arguments, notes = open_mpi(job, env, prefix, major, as_root=os.geteuid() == 0, tags_output=tags_output)
     else:
-        arguments, notes = hydra(job, env, is_intel=name == "Intel MPI")
+        arguments, notes = hydra(job, env, is_intel=name == "Intel MPI", tags_output=tags_output)
     announce(LAUNCHER, job, f"{name} {major}", notes)
     # Open MPI's mpirun forwards SIGUSR1 and keeps running; after SIGTERM it would kill ranks within two seconds.
     stop_signal = signal.SIGUSR1 if name == "Open MPI" else None

