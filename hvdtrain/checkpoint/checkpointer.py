@@ -1,8 +1,8 @@
 """Saves the state of a training job on rank 0 and restores it on all ranks."""
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import numpy as np
 
 from hvdtrain.checkpoint import plain_values, random_state, rank_states, storage
 from hvdtrain.checkpoint.background_writer import BackgroundWriter
+from hvdtrain.checkpoint.config import CHECKPOINTS
 from hvdtrain.checkpoint.draft import Draft
+from hvdtrain.checkpoint.folders import local_copy, open_folder
 from hvdtrain.checkpoint.model_state import Averaged, Captured, ModelState
 from hvdtrain.checkpoint.transfer import Spec, specs_of
 from hvdtrain.distributed import runtime
@@ -49,15 +51,18 @@ class Checkpointer:
     the model and its optimizer.
 
     Args:
-        directory: new, empty, or a folder of checkpoints; only rank 0 accesses it.
+        directory: new, empty, or a folder of checkpoints; only rank 0 accesses it. Or the URL of one in an object
+            store, such as ``"s3://bucket/run/checkpoints"``: rank 0 writes to a local folder and uploads each
+            checkpoint in the background.
         model: built and compiled; the same on all ranks.
         keep: the number of checkpoints to keep.
         facts: additional entries of the manifest; ``versions`` is always included.
         identity: what a resumed run must have in common with this one.
         collectives: of the job's ranks (default: those of ``hvdtrain.init()``).
+        after_save: called on rank 0 after each checkpoint, in the background; its error counts as a failure to write.
 
     Raises:
-        UsageError: ``keep`` is below 1.
+        UsageError: ``keep`` is below 1, or the packages for a URL are not installed.
     """
 
     def __init__(
@@ -69,10 +74,13 @@ class Checkpointer:
         facts: Mapping[str, Any] | None = None,
         identity: Mapping[str, Any] | None = None,
         collectives: Collectives | None = None,
+        after_save: Callable[[], None] = lambda: None,
     ):
         if keep < 1:
             raise UsageError(f"keep must be at least 1. Received: {keep}")
-        self._directory = Path(directory)
+        self._folder = open_folder(directory)
+        self._directory = self._folder.directory
+        self._after_save = after_save
         self._model = model
         self._keep = keep
         self._facts = {"versions": versions.versions(), **(facts or {})}
@@ -99,8 +107,8 @@ class Checkpointer:
         :meth:`restore`, the folder's checkpoints are of another run, and the first save renames them all.
 
         Args:
-            state, rank_state: additional state of rank 0 and of each rank: numbers, strings, arrays, and lists,
-                tuples, sets and dicts of these.
+            state: additional state of rank 0: numbers, strings, arrays, and lists, tuples, sets and dicts of these.
+            rank_state: additional state of each rank, of the same types.
             identity: added to the constructor's ``identity``.
             averaged: local SGD: a context in which the model holds the averaged weights. They are saved for readers
                 of the checkpoint, in addition to the weights of each rank.
@@ -144,6 +152,8 @@ class Checkpointer:
         def write() -> None:
             gathered.draft().commit(tensors, manifest)
             storage.delete_all_but(self._directory, self._keep)
+            self._folder.publish(step, self._keep)
+            self._after_save()
             note_checkpoint(step)
 
         self._writer.start(write)
@@ -166,12 +176,17 @@ class Checkpointer:
             JobError: on all ranks, with exit code 65, if there is no usable checkpoint, or it is of another run.
         """
 
+        with ExitStack() as stack:
+            return self._restore(resume, {**self._identity, **(identity or {})}, stack)
+
+    def _restore(self, resume: str | Path, identity: Mapping[str, Any], stack: ExitStack) -> Restored | None:
         opened: storage.Content | None = None
 
         def find() -> tuple[str, dict[str, Any], list[Spec]] | None:
             nonlocal opened
-            with _usable(self._directory):
-                opened = self._find(resume, {**self._identity, **(identity or {})})
+            with _usable(self._folder.name):
+                opened = self._find(resume, identity, stack)
+                self._folder.claim()
             self._owns_all = True
             if opened is None:
                 return None
@@ -210,15 +225,20 @@ class Checkpointer:
         Raises:
             JobError: on all ranks, with exit code 65, if there is no intact checkpoint, or it is of another model.
         """
+        with ExitStack() as stack:
+            return self._load(path, stack)
+
+    def _load(self, path: str | Path | None, stack: ExitStack) -> Restored:
         opened: storage.Content | None = None
 
         def find() -> tuple[str, dict[str, Any]]:
             nonlocal opened
-            with _usable(self._directory if path is None else Path(path)):
-                candidates = storage.checkpoints_in(self._directory) if path is None else _checkpoints_at(Path(path))
+            with _usable(path or self._folder.name):
+                folder = stack.enter_context(self._folder.reading() if path is None else local_copy(path))
+                candidates = storage.checkpoints_in(folder) if path is None else _checkpoints_at(folder)
                 opened = self._latest_intact(candidates)
             if opened is None:
-                raise DataError(f"there must be a checkpoint. Received: none in {path or self._directory}")
+                raise DataError(f"there must be a checkpoint. Received: none in {path or self._folder.name}")
             self._model_state.require_same_variables(opened.manifest)
             return str(opened.path), opened.manifest
 
@@ -226,31 +246,39 @@ class Checkpointer:
         self._model_state.restore_shared(manifest, {} if opened is None else opened.tensors, without=())
         return Restored(manifest["step"], Path(found), None, None, manifest)
 
+    def take_over(self) -> None:
+        """Call it on a process that becomes rank 0 while a run trains: the checkpoints that it finds are the run's."""
+        storage.recover(self._directory)
+        self._owns_all = True
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for the current write on rank 0."""
         self._writer.wait(timeout_s)
 
-    def _find(self, resume: str | Path, identity: Mapping[str, Any]) -> storage.Content | None:
+    def _find(self, resume: str | Path, identity: Mapping[str, Any], stack: ExitStack) -> storage.Content | None:
         storage.require_ours(self._directory)
         storage.recover(self._directory)
+        self._folder.fetch()
         own = storage.checkpoints_in(self._directory)
         if str(resume) == "never":
             if own:
                 raise DataError(
-                    f"--resume=never requires a folder without checkpoints. Received: {self._directory}, which holds "
+                    f"--resume=never requires a folder without checkpoints. Received: {self._folder.name}, which holds "
                     f"{len(own)}. It was left untouched; use another --run-dir, or --resume auto."
                 )
             return None
-        candidates = own if str(resume) in RESUME else self._named(Path(resume), own)
+        candidates = own
+        if str(resume) not in RESUME:
+            candidates = self._named(resume, stack.enter_context(self._folder.named(resume)))
         found = self._latest_intact(candidates)
         if found is not None:
             saved = plain_values.join(found.manifest["kept"]["identity"], found.tensors)
             _require_same(identity, saved, found.path)
             self._model_state.require_same_variables(found.manifest)
-            storage.set_aside_later(self._directory, found.manifest["step"])
+            self._folder.set_aside_later(found.manifest["step"])
             return found
         if str(resume) == "must":
-            raise DataError(f"--resume=must requires a checkpoint. Received: none in {self._directory}")
+            raise DataError(f"--resume=must requires a checkpoint. Received: none in {self._folder.name}")
         return None
 
     def _latest_intact(self, candidates: list[Path]) -> storage.Content | None:
@@ -288,30 +316,30 @@ class Checkpointer:
             self._model_state.require_well_formed(found.manifest, found.tensors, specs)
         return found
 
-    def _named(self, path: Path, own: list[Path]) -> list[Path]:
-        found = _checkpoints_at(path)
+    def _named(self, named: str | Path, path: Path) -> list[Path]:
+        found, own = _checkpoints_at(path), storage.checkpoints_in(self._directory)
         if not found:
             raise DataError(
                 "--resume must be auto, never, must, or the path of a checkpoint or run. Received: "
-                f"{path}, which holds no checkpoint"
+                f"{named}, which holds no checkpoint"
             )
         if own and not any(each.samefile(mine) for each in found for mine in own):
             raise DataError(
                 "a run that starts from another run's checkpoint requires its own folder. Received: "
-                f"{self._directory}, which holds checkpoints. Use another --run-dir."
+                f"{self._folder.name}, which holds checkpoints. Use another --run-dir."
             )
         return found
 
     def _require_few_failures(self, limit: int) -> None:
         def check() -> None:
             if self._collectives.rank == 0:
-                with _usable(self._directory):
+                with _usable(self._folder.name):
                     storage.require_ours(self._directory)
                     self._set_others_aside()
             if self._writer.consecutive_failures >= limit:
                 raise DataError(
                     "checkpoints must be writable. Received: "
-                    f"{self._writer.consecutive_failures} consecutive failures in {self._directory}, the last: "
+                    f"{self._writer.consecutive_failures} consecutive failures in {self._folder.name}, the last: "
                     f"{self._writer.last_error}. Earlier checkpoints are intact; free disk space and restart the job "
                     "to resume from the last one."
                 ) from self._writer.last_error
@@ -323,6 +351,8 @@ class Checkpointer:
         others = [] if self._owns_all else storage.checkpoints_in(self._directory)
         for each in others:
             storage.set_aside(each)
+        if not self._owns_all:
+            self._folder.set_aside_later(-1)
         if others:
             names = ", ".join(each.name for each in others)
             report(
@@ -333,26 +363,11 @@ class Checkpointer:
         self._owns_all = True
 
     def _warn(self, error: Exception) -> None:
-        report(0, f"could not write a checkpoint to {self._directory}: {error}. Earlier checkpoints are intact.")
-
-
-def newest_step(directory: Path) -> int | None:
-    """Returns the step of the latest checkpoint in a folder, intact or damaged; None if there is none."""
-    found = storage.checkpoints_in(directory)
-    return storage.step_of(found[-1]) if found else None
-
-
-def newest_manifest(directory: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the latest intact checkpoint in a folder, and its manifest; None if there is none."""
-    for folder in reversed(storage.checkpoints_in(directory)):
-        if storage.damage(folder) is None:
-            with suppress(storage.MalformedError):
-                return folder, storage.read_manifest(folder)
-    return None
+        report(0, f"could not write a checkpoint to {self._folder.name}: {error}. Earlier checkpoints are intact.")
 
 
 @contextmanager
-def _usable(directory: Path) -> Iterator[None]:
+def _usable(directory: str | Path) -> Iterator[None]:
     """Turns an error of the file system into DataError."""
     try:
         yield
@@ -365,7 +380,7 @@ def _usable(directory: Path) -> Iterator[None]:
 
 def _checkpoints_at(path: Path) -> list[Path]:
     """Returns the checkpoint with a path, or those in a folder or run."""
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, path / CHECKPOINTS):
         if found := storage.checkpoints_in(folder):
             return found
     return [each for each in storage.checkpoints_in(path.parent) if each.name == path.name]

@@ -6,6 +6,9 @@ from cyclopts import Parameter
 
 from hvdtrain.config.fields import Config, help_group, require
 
+CHECKPOINTS = "checkpoints"
+"""The name of the folder of checkpoints in that of a run."""
+
 
 @Parameter(name="*", group=help_group("Checkpoints"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class CheckpointConfig(Config):
     """Number of checkpoints to keep."""
     resume: str = "auto"
     """auto: resume from the latest checkpoint, if any; must: fail if there is none; never: fail if there is one; or
-    the path of a checkpoint or run."""
+    the path or URL of a checkpoint or run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

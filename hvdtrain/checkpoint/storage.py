@@ -45,6 +45,11 @@ def step_of(folder: Path) -> int:
     return int(match[1])
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether a folder's name is that of a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 def checkpoints_in(directory: Path) -> list[Path]:
     """Returns the checkpoints in a folder, intact or damaged, in order of steps."""
     if not directory.is_dir():
@@ -87,6 +92,11 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def listed_files(folder: Path) -> list[str]:
+    """Returns the names of the files that ``SHA256SUMS`` lists; raises OSError if it cannot be read."""
+    return [line[66:] for line in (folder / SUMS).read_bytes().decode(errors="replace").splitlines()]
+
+
 def damage(folder: Path) -> str | None:
     """Returns what is wrong with the files of a checkpoint; None if it is intact.
 
@@ -95,8 +105,7 @@ def damage(folder: Path) -> str | None:
     try:
         if missing := _missing(folder, [MANIFEST, f"{TENSORS}.index", RANKS, SUMS]):
             return f"{missing} is missing"
-        expected = (folder / SUMS).read_bytes()
-        listed = [line[66:] for line in expected.decode(errors="replace").splitlines()]
+        expected, listed = (folder / SUMS).read_bytes(), listed_files(folder)
         if missing := _missing(folder, listed):
             return f"{missing}, listed in {SUMS}, is missing"
         if unlisted := {MANIFEST, f"{TENSORS}.index", RANKS} - set(listed):

@@ -1,0 +1,87 @@
+"""The files of a run for commands that read it: in its folder, or downloaded from an object store."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hvdtrain.checkpoint.config import CHECKPOINTS
+from hvdtrain.errors import StoreError
+from hvdtrain.stores.local_copies import reading_folder
+from hvdtrain.stores.store import Store
+from hvdtrain.stores.urls import is_url, join
+from hvdtrain.system.atomic_files import remove
+from hvdtrain.system.terminal import report
+from hvdtrain.tasks.names import short_name
+
+EVALUATIONS = "evaluations.jsonl"
+"""What ``eval`` appends its results to."""
+
+
+class RunFiles:
+    """The files of a run in a folder. Only rank 0 calls the methods, as with :class:`StoredRunFiles`."""
+
+    has_owner = True
+    """Whether the file system knows whom the files belong to."""
+
+    def __init__(self, run_dir: str | Path):
+        self.name = str(run_dir)
+        self.checkpoints = checkpoints_of(run_dir)
+
+    def path_of(self, name: str) -> Path:
+        """The local path of a file as it is now, whether or not it exists."""
+        return Path(self.name) / name
+
+    def upload(self, name: str) -> None:
+        """Uploads a file that was changed at :meth:`path_of`; prints a message if it cannot."""
+
+
+class StoredRunFiles(RunFiles):
+    """The files of a run in an object store."""
+
+    has_owner = False
+
+    def __init__(self, url: str, stack: ExitStack):
+        super().__init__(url)
+        self._store = Store(url)
+        self._stack = stack
+        self._folder: Path | None = None
+
+    def path_of(self, name: str) -> Path:
+        """See :meth:`RunFiles.path_of`. Raises StoreError if the store cannot be read."""
+        if self._folder is None:
+            self._folder = self._stack.enter_context(reading_folder())
+        path = self._folder / name
+        content = self._store.read(name)
+        if content is None:
+            remove(path)
+        else:
+            path.write_bytes(content)
+        return path
+
+    def upload(self, name: str) -> None:
+        assert self._folder is not None
+        try:
+            self._store.upload(self._folder / name, name)
+        except StoreError as error:
+            report(0, f"{join(self.name, name)} cannot be written: {error}")
+
+
+@contextmanager
+def open_run_files(run_dir: str | Path) -> Iterator[RunFiles]:
+    """The files of the run with a path or URL; what was downloaded is deleted at the end.
+
+    Raises:
+        UsageError: the packages for the URL are not installed.
+    """
+    with ExitStack() as stack:
+        yield StoredRunFiles(str(run_dir), stack) if is_url(run_dir) else RunFiles(run_dir)
+
+
+def checkpoints_of(run_dir: str | Path) -> str | Path:
+    """The path or URL of the checkpoints of a run."""
+    return join(str(run_dir), CHECKPOINTS) if is_url(run_dir) else Path(run_dir) / CHECKPOINTS
+
+
+def run_dir_of(run_dir: str | None, task: str) -> str:
+    """The path or URL of a run of a task: ``--run-dir``, or the default."""
+    return run_dir or f"runs/{short_name(task)}"
