@@ -1,5 +1,6 @@
-"""Trains Keras 3 models on many processes with Horovod's ring allreduce, equal to one process."""
+"""Trains Keras 3 models on multiple processes with Horovod's ring allreduce, with the updates of one process."""
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -16,72 +17,110 @@ if TYPE_CHECKING:
     from hvdtrain.local_sgd.averager import ParameterAverager
     from hvdtrain.local_sgd.config import LocalSGDConfig
     from hvdtrain.loggers.config import LoggingConfig
+    from hvdtrain.loggers.console import ConsoleReporter
+    from hvdtrain.loggers.csv_file import CsvReporter
+    from hvdtrain.loggers.json_lines import JsonLinesReporter
+    from hvdtrain.loggers.mlflow import MLflowReporter
+    from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+    from hvdtrain.loggers.tensorboard import TensorBoardReporter
+    from hvdtrain.loggers.wandb import WandbReporter
     from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
     from hvdtrain.optim.gradient_tape import DistributedGradientTape
     from hvdtrain.optim.hooks import synchronize_batch_normalization
+    from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
-    from hvdtrain.training.config import GuardConfig, TrainConfig
+    from hvdtrain.training.config import BalanceConfig, GuardConfig, TrainConfig
     from hvdtrain.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BalanceConfig",
     "CheckpointConfig",
     "Checkpointer",
+    "CompositeReporter",
+    "ConsoleReporter",
+    "CsvReporter",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "GuardConfig",
     "JobWatch",
+    "JsonLinesReporter",
     "LocalSGDConfig",
     "LoggingConfig",
+    "MLflowReporter",
     "ParameterAverager",
     "PartialDistributedOptimizer",
+    "Reporter",
     "Task",
+    "TensorBoardReporter",
     "Topology",
     "TrainConfig",
     "Trainer",
+    "WandbReporter",
     "broadcast",
     "callbacks",
     "data",
     "errors",
     "init",
     "process_set",
+    "run",
     "shard",
     "synchronize_batch_normalization",
 ]
 
 _MODULES = {
+    "BalanceConfig": "training.config",
     "CheckpointConfig": "checkpoint.config",
     "Checkpointer": "checkpoint.checkpointer",
+    "CompositeReporter": "loggers.reporter",
+    "ConsoleReporter": "loggers.console",
+    "CsvReporter": "loggers.csv_file",
     "DistributedGradientTape": "optim.gradient_tape",
     "DistributedOptimizer": "optim.distributed_optimizer",
     "GuardConfig": "training.config",
     "JobWatch": "fault_tolerance.job_watch",
+    "JsonLinesReporter": "loggers.json_lines",
     "LocalSGDConfig": "local_sgd.config",
     "LoggingConfig": "loggers.config",
+    "MLflowReporter": "loggers.mlflow",
     "ParameterAverager": "local_sgd.averager",
     "PartialDistributedOptimizer": "optim.distributed_optimizer",
+    "Reporter": "loggers.reporter",
     "Task": "tasks.task",
+    "TensorBoardReporter": "loggers.tensorboard",
     "Topology": "distributed.runtime",
     "TrainConfig": "training.config",
     "Trainer": "training.trainer",
+    "WandbReporter": "loggers.wandb",
     "broadcast": "distributed.replica_consistency",
     "init": "distributed.runtime",
     "process_set": "distributed.runtime",
+    "run": "system.function_job",
     "shard": "data.sharding",
     "synchronize_batch_normalization": "optim.hooks",
 }
+
+_WITHOUT_TENSORFLOW = ("run",)
+
+
+def __dir__() -> list[str]:
+    """For completion in interactive shells: public names are not attributes before their first use."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use: TensorFlow takes seconds to import, and MPI must not start."""
     if name not in __all__:
-        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
-    from hvdtrain.system.tensorflow_start import import_tensorflow
+        closest = difflib.get_close_matches(name, __all__, n=1)
+        hint = f". Did you mean {closest[0]}?" if closest else ""
+        raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}{hint}")
+    if name not in _WITHOUT_TENSORFLOW:
+        from hvdtrain.system.tensorflow_start import import_tensorflow
 
-    import_tensorflow()
-    # For a program that uses Horovod's own optimizer beside hvdtrain: it is refused at its first update.
-    importlib.import_module("hvdtrain.optim.hooks")
+        import_tensorflow()
+        # In case the program uses Horovod's own optimizer: it is rejected at its first update.
+        importlib.import_module("hvdtrain.optim.hooks")
     if name not in _MODULES:
         return importlib.import_module(f"hvdtrain.{name}")
     return getattr(importlib.import_module(f"hvdtrain.{_MODULES[name]}"), name)

@@ -31,6 +31,10 @@ class DataError(HvdtrainError):
     exit_code = 65
 
 
+class StoreError(DataError, OSError):
+    """An object store cannot be read or written. Exit code 65."""
+
+
 class DivergenceError(HvdtrainError):
     """Replicas that must be equal differ. Exit code 70."""
 

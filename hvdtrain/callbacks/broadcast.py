@@ -13,7 +13,7 @@ from hvdtrain.optim.hook_state import require_model_hooks
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Calls :func:`hvdtrain.broadcast` before the first step: all ranks start with rank 0's variables.
 
-    Also for models that are built in their first step, for which ``hvdtrain.broadcast(model)`` would be too early.
+    Also supports models that are built in their first step, for which ``hvdtrain.broadcast(model)`` would be too early.
 
     Raises:
         UsageError: ``root_rank`` is not 0; or, when training begins, the optimizer is not distributed, or the model is
@@ -39,8 +39,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 f"{self.model.name!r}. Call it once on a batch, or leave out run_eagerly."
             )
         else:
-            # The first step is traced, which builds the model, before it is run. No other variables may be made there.
+            # Tracing the first step, before it runs, builds the model. No other variables may be created there.
             replica_consistency.global_stream()
             broadcast = functools.cache(functools.partial(replica_consistency.broadcast, self.model))
-            for each in hooks:  # Which optimizer is the first to apply gradients is not known here.
+            for each in hooks:  # It is not known here which optimizer applies gradients first.
                 each.equal_start.broadcast = broadcast

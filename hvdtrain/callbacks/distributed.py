@@ -33,12 +33,12 @@ def distributed(
     * Callbacks that write (ModelCheckpoint, CSVLogger, TensorBoard, …, and your own with an attribute
       ``only_on_rank_zero = True``) and the progress bar run on rank 0 only.
     * At the end of an epoch and in its validation, the model has the statistics (BatchNormalization's) of all ranks.
-    * Ranks that would make different numbers of steps are refused before the first.
+    * Ranks that would make different numbers of steps are refused before the first step.
 
-    A callback of your own that is called at training batches costs two small reductions in each.
+    A callback of your own with hooks at training batches costs two small reductions per batch.
 
     Args:
-        callbacks: all that are to run, the same on every rank.
+        callbacks: all callbacks, the same on every rank.
         collectives: the ranks that train together (default: those of ``hvdtrain.init()``).
 
     Returns:
@@ -82,7 +82,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
         if params and self._collectives.rank > 0:
-            params["verbose"] = 0  # of the progress bar, which is the next to receive them
+            params["verbose"] = 0  # for the progress bar, which receives them next
         for each in self._own:
             each.set_params(params)
 
@@ -177,7 +177,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
             )
 
     def _agree_on_stopping(self) -> None:
-        # A callback may use the clock of its rank: that rank would leave, and the others wait for it forever.
+        # A callback may decide by its rank's clock: that rank would stop, and the others would wait for it forever.
         (stopping,) = self._collectives.sum([np.array(float(self.model.stop_training), np.float32)])
         self.model.stop_training = bool(stopping)
 

@@ -14,15 +14,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to ``initial_lr * multiplier``, per epoch or per batch.
 
     Args:
-        initial_lr: the learning rate that is multiplied.
-        multiplier: a function of the epoch, fractional without ``staircase``; or a number m, for ``m ** (epoch -
-            start_epoch)``.
+        initial_lr: the learning rate to multiply.
+        multiplier: a function of the epoch, which is fractional without ``staircase``; or a number m, which stands for
+            ``m ** (epoch - start_epoch)``.
         start_epoch: the first epoch that is changed.
-        end_epoch: the first one after it that is not (default: all are).
+        end_epoch: the first epoch after these that is not changed (default: none).
         staircase: change the learning rate once per epoch, not at each batch.
         momentum_correction: when the learning rate changes, change the accumulated momentum in proportion (Goyal et
             al., arXiv:1706.02677). For SGD and RMSprop.
-        steps_per_epoch: without ``staircase``: the number of batches (default: that of ``model.fit``).
+        steps_per_epoch: the number of batches in an epoch, used without ``staircase`` (default: that of ``model.fit``).
 
     Raises:
         UsageError: when training begins: the learning rate is a schedule, or the number of batches is not known.
@@ -135,12 +135,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().on_epoch_end(epoch, logs)
         if self.verbose and self.end_epoch == epoch + 1 and runtime.current().topology.rank == 0:
             rate = float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
-            print(f"Epoch {epoch + 1}: finished warm-up of the learning rate to {rate:g}.")
+            print(f"Epoch {epoch + 1}: finished learning-rate warm-up at {rate:g}.")
 
 
 def _velocities(optimizer: Any) -> list[keras.Variable]:
     """The variables in which an optimizer accumulates its updates, learning rate included."""
-    # Scaling them is scaling the momentum, which Keras compiles into the step, for one update.
+    # Scaling them has the effect of scaling the momentum, which Keras compiles into the step, for one update.
     if not getattr(optimizer, "momentum", 0) or not optimizer.built:
         return []
     return list(getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", []))

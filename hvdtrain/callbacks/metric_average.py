@@ -13,7 +13,7 @@ from hvdtrain.training.metrics import results_of, sums
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces the values of an epoch, ``val_…`` included, by those over the samples of all ranks.
+    """Replaces an epoch's values, ``val_…`` included, with those over the samples of all ranks.
 
     Callbacks after it in the list receive these values, and so does ``model.fit``'s history. Values that ``train_step``
     returns under a name that no metric has are averaged over ranks instead, which is exact if all ranks train on
@@ -56,7 +56,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         return {name: value for name, value in results.items() if name in logs}
 
     def _over_ranks(self, logs: dict[str, Any]) -> dict[str, Any]:
-        # Without this, ranks that reduce different values wait for each other.
+        # Without this, ranks that reduce different values would wait for each other.
         require_agreement("values at the end of an epoch", {"values": sorted(logs)}, self._collectives)
         state = {"": sums(self.model)} if self._training is None else {"": self._training, "val_": sums(self.model)}
         found = {f"{prefix}{name}": 0 for prefix, local in state.items() for name in results_of(self.model, local)}

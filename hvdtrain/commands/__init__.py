@@ -1,1 +1,1 @@
-"""The command line: train, eval, export, bench, doctor."""
+"""The command line: one module or package per command."""

@@ -18,7 +18,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import StoppedEarly
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
-from hvdtrain.tasks import Task
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import sync_config
 from hvdtrain.training.step_runner import StepRunner
@@ -31,7 +31,7 @@ _MIN_GAIN = 0.02
 
 
 class MakesSteps(Protocol):
-    """What is measured; a StepRunner is one."""
+    """What a setting is measured on: a StepRunner, or a fake in tests."""
 
     def run_steps(self, steps: int, clock: Clock) -> None: ...
 
@@ -86,7 +86,7 @@ def try_settings(
     """Measures each setting on models that are thrown away; options that were set explicitly are not tried.
 
     Args:
-        make: makes what is measured, for each configuration.
+        make: builds what makes steps, from a configuration.
 
     Returns:
         The configuration with the fastest settings, and all trials.

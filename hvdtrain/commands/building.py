@@ -8,15 +8,16 @@ import keras
 from hvdtrain.commands.config import RunConfig, TaskConfig
 from hvdtrain.config.fields import as_dict, option_names, with_options
 from hvdtrain.data import Data
+from hvdtrain.data.downloads import local_copies
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, set_ema_ramp
 from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
-from hvdtrain.tasks import Task, load_task
+from hvdtrain.tasks.loading import load_task
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.step_runner import sample_plan
-from hvdtrain.training.trainer import total_steps
+from hvdtrain.training.step_runner import sample_plan, total_steps
 
 TaskConfigT = TypeVar("TaskConfigT", bound=TaskConfig)
 
@@ -45,10 +46,20 @@ def with_task_defaults(config: TaskConfigT, task: Task) -> TaskConfigT:
     return with_options(config, defaults)
 
 
-def read_task(config: TaskConfig) -> tuple[Task, Data]:
+def local_data_dir(config: TaskConfig, collectives: Collectives) -> Path | None:
+    """The folder with the task's data files, or the local copy of one in an object store. Collective.
+
+    Raises:
+        JobError: on every rank, if one cannot download them.
+    """
+    (folder,) = local_copies([config.data_dir or ""], collectives)
+    return Path(folder) if folder else None
+
+
+def read_task(config: TaskConfig, data_dir: Path | None) -> tuple[Task, Data]:
     """The task of a configuration, and its data; raises what these raise."""
     task = load_task(config.task)
-    return task, task.read_data(Path(config.data_dir) if config.data_dir else None)
+    return task, task.read_data(data_dir)
 
 
 def make_model(config: TaskConfig, task: Task, data: Data, collectives: Collectives) -> keras.Model:

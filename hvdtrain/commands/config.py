@@ -30,7 +30,7 @@ class TaskConfig(CommandConfig):
     """A built-in task (digits, cifar10, mnist, mnist-softmax, tabular, text, synthetic-resnet50,
     synthetic-transformer), package.module:attribute, or the path of a .py file with a TASK."""
     data_dir: str | None = None
-    """Folder with the task's data files."""
+    """Folder with the task's data files, or its URL (s3://bucket/data): downloaded once per host."""
     mixed_precision: Literal["none", "float16", "bfloat16"] = "none"
     """Compute in half precision; float16 with loss scaling."""
     training: StepConfig = dataclasses.field(default_factory=StepConfig)
@@ -40,7 +40,7 @@ class TaskConfig(CommandConfig):
     explicitly_set: Annotated[frozenset[str], Parameter(parse=False)] = dataclasses.field(
         default=frozenset(), repr=False, compare=False, metadata=NOT_AN_OPTION
     )
-    """Options that were set by a flag or in a file, and are not left to the task."""
+    """Options that were set explicitly, by a flag or in a file; the task's defaults do not replace them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,8 +49,22 @@ class TaskConfig(CommandConfig):
                 "--jit-compile excludes --deterministic: XLA has no deterministic form of some operations. Received: "
                 "both. Leave one of them out."
             )
+        if self.training.global_batch_size is not None and self.learning_rate.lr_scaling != "none":
+            raise UsageError(
+                "--global-batch-size keeps the batch of all ranks, and so its learning rate. Received: --lr-scaling "
+                f"{self.learning_rate.lr_scaling}. Leave one of them out."
+            )
+        if self.training.balancing.balance and self.runtime.deterministic:
+            raise UsageError(
+                "--deterministic excludes --balance, which measures time. Received: both. Use --shares, or leave one "
+                "of them out."
+            )
+        if self.training.balancing.is_active and self.reduction.op == "adasum":
+            raise UsageError(
+                "--op adasum needs equal batches on all ranks. Received: --balance or --shares. Leave one of them out."
+            )
         if self.training.mode == "local" and self.reduction.op != "average":
-            raise UsageError(f"--mode local averages. Received: --op {self.reduction.op}. Leave --op out.")
+            raise UsageError(f"--mode local needs --op average. Received: --op {self.reduction.op}. Leave --op out.")
 
 
 @Parameter(name="*", group=help_group("Task"))
@@ -59,7 +73,7 @@ class RunConfig(TaskConfig):
     """All options of ``python -m hvdtrain train``."""
 
     run_dir: str | None = None
-    """Folder for everything that the run writes (default: runs/<task>)."""
+    """Folder for everything that the run writes, or its URL (s3://bucket/run) (default: runs/<task>)."""
     autotune: bool = False
     """Try --steps-per-execution and --groups on a copy of the model for some seconds, and use the fastest."""
     training: TrainConfig = dataclasses.field(default_factory=TrainConfig)
@@ -73,13 +87,13 @@ class TrainedRunConfig(CommandConfig):
     """Options of all commands that read a run."""
 
     task: str = "digits"
-    """The run's task, to find its folder by."""
+    """The run's task, which determines its folder."""
     run_dir: str | None = None
-    """The run's folder (default: runs/<task>)."""
+    """The run's folder or URL (default: runs/<task>)."""
     checkpoint: str | None = None
-    """Path of a checkpoint (default: the run's latest)."""
+    """Path or URL of a checkpoint (default: the run's latest)."""
     data_dir: str | None = None
-    """Folder with the task's data files (default: the run's own)."""
+    """Folder with the task's data files, or its URL (default: the run's own)."""
 
 
 @Parameter(name="*", group=help_group("Run"))
@@ -97,7 +111,7 @@ class EvalConfig(TrainedRunConfig):
         require(self, "batch_size", lambda value: value >= 1, "at least 1")
         if self.watch and self.checkpoint is not None:
             raise UsageError(
-                f"--watch takes the latest checkpoint each time. Received: --checkpoint {self.checkpoint}. "
+                f"--watch evaluates each new checkpoint. Received: --checkpoint {self.checkpoint}. "
                 "Leave one of them out."
             )
 
@@ -110,4 +124,4 @@ class ExportConfig(TrainedRunConfig):
     format: Literal["keras", "saved_model", "onnx"] = "keras"
     """Format to write."""
     output: str | None = None
-    """Where to write it; must not exist yet (default: export… in the run's folder)."""
+    """Path or URL to write it to; must not exist yet (default: export… in the run's folder)."""

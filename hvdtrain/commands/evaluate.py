@@ -3,14 +3,14 @@
 import time
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import tensorflow as tf
 
-from hvdtrain.checkpoint.checkpointer import newest_step
+from hvdtrain.checkpoint.folders import open_folder
 from hvdtrain.commands.config import EvalConfig
+from hvdtrain.commands.run_files import EVALUATIONS, RunFiles, open_run_files, run_dir_of
 from hvdtrain.commands.session import Session, run_on_ranks
-from hvdtrain.commands.trained_run import TrainedRun, has_ended, open_run, run_folder
+from hvdtrain.commands.trained_run import TrainedRun, has_ended, open_run
 from hvdtrain.data import evaluation_dataset
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import EvaluationFeed
@@ -38,28 +38,38 @@ def run(config: EvalConfig | None, refused: HvdtrainError | None) -> int:
 
 
 def _evaluate(config: EvalConfig, session: Session) -> None:
+    with open_run_files(run_dir_of(config.run_dir, config.task)) as files:
+        _evaluate_run(config, files, session)
+
+
+def _evaluate_run(config: EvalConfig, files: RunFiles, session: Session) -> None:
     collectives, job_watch = session.collectives, session.job_watch
-    folder = run_folder(config.run_dir, config.task)
-    trained = open_run(folder, config.task, config.data_dir, collectives)
+    trained = open_run(files, config.task, config.data_dir, collectives)
     evaluator = _make_evaluator(trained, config.batch_size, session)
     callbacks = RankCallbacks([], trained.model, collectives, epochs=1, steps_per_epoch=1)
-    reporter = _make_reporter(folder, collectives)
+    reporter = _make_reporter(files, collectives)
     step = -1
     while not job_watch.check():
-        newest = on_first_rank(lambda: newest_step(folder / "checkpoints"), collectives)
+        newest = on_first_rank(lambda: open_folder(files.checkpoints).newest_step(), collectives)
         if not config.watch or (newest is not None and newest > step):
             step = trained.load(config.checkpoint).step
             values = evaluator.run(callbacks, step)
             if values is not None:
                 reporter.evaluated(step, values)
+                if collectives.rank == 0:
+                    files.upload(EVALUATIONS)
                 if not config.watch:
                     return
-        elif on_first_rank(partial(has_ended, folder, step), collectives):
+        elif on_first_rank(partial(_has_ended, files, step), collectives):
             return
         else:
             job_watch.heartbeat("waiting for a checkpoint", step)
             time.sleep(_POLL_EVERY_S)
     raise StoppedEarly(f"stopped on {job_watch.stop_reason}, as requested")
+
+
+def _has_ended(files: RunFiles, step: int) -> bool:
+    return has_ended(files.path_of("summary.json"), step)
 
 
 def _make_evaluator(trained: TrainedRun, batch_size: int | None, session: Session) -> Evaluator:
@@ -69,12 +79,13 @@ def _make_evaluator(trained: TrainedRun, batch_size: int | None, session: Sessio
         raise DataError(f"the task must have samples to evaluate on. Received: none of task {trained.config.task}")
     quota = BadSampleQuota(training.guards.bad_samples, collectives)
     quota.note_known(source.bad_samples)
-    share = (source, batch_size or training.batch_size, collectives.rank, collectives.size)
+    batch_size = batch_size or training.batch_size
+    dataset = evaluation_dataset(source, batch_size, collectives.rank, collectives.size)
     # Also on a rank that has no sample: its metrics must have the same variables as the others'.
-    build_metrics(trained.model, (evaluation_dataset(*share).element_spec, tf.TensorSpec([])))
+    build_metrics(trained.model, (dataset.element_spec, tf.TensorSpec([])))
     return Evaluator(
         trained.model,
-        EvaluationFeed(*share, quota),
+        EvaluationFeed(source, batch_size, collectives, quota),
         collectives,
         uses_ema=keeps_ema(trained.model),
         synchronized=nullcontext,
@@ -82,9 +93,9 @@ def _make_evaluator(trained: TrainedRun, batch_size: int | None, session: Sessio
     )
 
 
-def _make_reporter(folder: Path, collectives: Collectives) -> Reporter:
-    """Rank 0 reports, also to a file beside those of the run."""
+def _make_reporter(files: RunFiles, collectives: Collectives) -> Reporter:
+    """Reports on rank 0: to the console and to a file beside those of the run."""
     if collectives.rank != 0:
         return Reporter()
-    lines = JsonLinesReporter(folder / "evaluations.jsonl")
+    lines = JsonLinesReporter(files.path_of(EVALUATIONS))
     return CompositeReporter([console_reporter(is_terminal=False), lines])

@@ -8,12 +8,16 @@ import keras
 
 from hvdtrain.commands.building import compile_plainly
 from hvdtrain.commands.config import ExportConfig
+from hvdtrain.commands.run_files import open_run_files, run_dir_of
 from hvdtrain.commands.session import Session, run_on_ranks
-from hvdtrain.commands.trained_run import TrainedRun, open_run, run_folder
+from hvdtrain.commands.trained_run import TrainedRun, open_run
 from hvdtrain.data import evaluation_dataset
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_first_rank
 from hvdtrain.optim.ema import keep_ema_weights
+from hvdtrain.stores.local_copies import reading_folder
+from hvdtrain.stores.store import Store
+from hvdtrain.stores.urls import is_url, join
 from hvdtrain.system.atomic_files import replaced_on_success
 
 _SUFFIXES = {"keras": ".keras", "saved_model": "", "onnx": ".onnx"}
@@ -29,32 +33,51 @@ def run(config: ExportConfig | None, refused: HvdtrainError | None) -> int:
 
 
 def _export(config: ExportConfig, session: Session) -> None:
-    folder = run_folder(config.run_dir, config.task)
-    target = _target(config, folder)
-    trained = open_run(folder, config.task, config.data_dir, session.collectives)
-    restored = trained.load(config.checkpoint)
+    run_dir = run_dir_of(config.run_dir, config.task)
+    target = _target(config, run_dir)
+    with open_run_files(run_dir) as files:
+        trained = open_run(files, config.task, config.data_dir, session.collectives)
+        restored = trained.load(config.checkpoint)
     num_ranks = session.collectives.size
     on_first_rank(lambda: _write(trained, config.format, target, num_ranks), session.collectives)
     if session.collectives.rank == 0:
-        with contextlib.suppress(OSError):  # The model is written, whether or not anybody reads this.
+        with contextlib.suppress(OSError):  # The model has been written, even if this line cannot be.
             print(f"{target}: the model of step {restored.step}", flush=True)
 
 
-def _target(config: ExportConfig, folder: Path) -> Path:
+def _target(config: ExportConfig, run_dir: str) -> str:
     suffix = _SUFFIXES[config.format]
-    path = Path(config.output) if config.output else folder / f"export{suffix or '_saved_model'}"
-    if suffix and path.suffix != suffix:
-        raise UsageError(f"--output must end in {suffix} for --format {config.format}. Received: {path}")
-    return path
+    target = config.output or join(run_dir, f"export{suffix or '_saved_model'}")
+    if suffix and Path(target).suffix != suffix:
+        raise UsageError(f"--output must end in {suffix} for --format {config.format}. Received: {target}")
+    return target
 
 
-def _write(trained: TrainedRun, file_format: str, target: Path, num_ranks: int) -> None:
-    if target.exists():
+def _write(trained: TrainedRun, file_format: str, target: str, num_ranks: int) -> None:
+    """Writes the model to a path or URL."""
+    if not is_url(target):
+        _write_here(trained, file_format, Path(target), num_ranks)
+        return
+    store = Store(target)
+    _require_new(target, bool(store.files()))
+    with reading_folder() as folder:
+        model = folder / Path(target).name
+        _write_here(trained, file_format, model, num_ranks)
+        for file in [model] if model.is_file() else sorted(each for each in model.rglob("*") if each.is_file()):
+            store.upload(file, file.relative_to(model).as_posix() if file != model else "")
+
+
+def _require_new(target: str | Path, exists: bool) -> None:
+    if exists:
         raise DataError(f"--output must not exist yet. Received: {target}, which exists. It was left untouched.")
+
+
+def _write_here(trained: TrainedRun, file_format: str, target: Path, num_ranks: int) -> None:
+    _require_new(target, target.exists())
     model = trained.model
     keep_ema_weights(model)
     compile_plainly(model, trained.config, trained.task, num_ranks)
-    # Keras exports what has been called.
+    # Keras exports only models that have been called.
     x, *_ = next(iter(evaluation_dataset(trained.data.evaluation or trained.data.training, 1, rank=0, size=1)))
     model(x, training=False)
     writers: dict[str, Callable[[keras.Model, Path], None]] = {
@@ -75,6 +98,6 @@ def _write_onnx(model: keras.Model, path: Path) -> None:
         model.export(path, format="onnx", verbose=False)
     except ImportError as error:
         raise UsageError(
-            f"--format onnx needs packages that are not installed. Received: {error}. Install them: pip install "
-            "hvdtrain[onnx]"
+            f"--format onnx needs packages that are not installed. Received: {error}. Install them: "
+            "HVDTRAIN_EXTRAS=onnx launch/run …, or pip install 'hvdtrain[onnx]'"
         ) from error

@@ -10,16 +10,22 @@ from typing import Any, Protocol, TextIO
 import keras
 
 from hvdtrain.checkpoint.storage import checkpoints_in, require_ours
+from hvdtrain.commands.config import RunConfig
+from hvdtrain.commands.run_files import checkpoints_of
+from hvdtrain.commands.run_store import RunStore
+from hvdtrain.config.fields import as_dict
 from hvdtrain.errors import DataError
 from hvdtrain.loggers.json_lines import JsonLinesReporter
+from hvdtrain.loggers.names import logger_names, make_loggers
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.loggers.tensorboard import TensorBoardReporter
+from hvdtrain.stores.urls import is_url, local_path
 from hvdtrain.system import environment
 from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success, require_regular, write_text
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report, stdout_is_terminal
-from hvdtrain.tasks import Task
+from hvdtrain.tasks.task import Task
 
 _CONFIG, _SUMMARY, _MODEL, _LOCK = "config.json", "summary.json", "model.keras", ".lock"
 _LOCK_TIMEOUT_S = 10.0
@@ -30,14 +36,26 @@ _LOCK_TIMEOUT_RESTARTED_S = 300.0
 class RunDirectory(Protocol):
     """Where a run writes."""
 
+    writes: bool
+    """Whether this process writes to it: rank 0 does."""
+
     @property
-    def path(self) -> Path: ...
+    def name(self) -> str:
+        """The path, or the URL in an object store."""
+
+    @property
+    def path(self) -> Path:
+        """The folder, or the local copy of the one in an object store."""
+
+    @property
+    def checkpoints(self) -> str | Path:
+        """The path or URL of the checkpoints."""
 
     @property
     def reporter(self) -> Reporter: ...
 
-    def add_reporters(self, task: Task) -> None:
-        """Adds the task's own reporters."""
+    def add_reporters(self, task: Task, config: RunConfig) -> None:
+        """Adds the loggers that the configuration names, and the task's own reporters."""
 
     def claim(self, resume: str) -> None:
         """Makes the folder this job's own."""
@@ -51,16 +69,25 @@ class RunDirectory(Protocol):
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         """Writes the model and the summary."""
 
+    def publish(self) -> None:
+        """Uploads what has changed, but for checkpoints, if it is in an object store; raises OSError if it cannot."""
+
+    def publish_logs(self) -> None:
+        """Uploads what was logged since; prints a message if it cannot."""
+
 
 class NoRunDirectory:
     """Writes nothing."""
 
+    writes = False
     reporter = Reporter()
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, run_dir: str | Path):
+        self.name = str(run_dir)
+        self.path = _local(run_dir)
+        self.checkpoints = checkpoints_of(run_dir)
 
-    def add_reporters(self, task: Task) -> None:
+    def add_reporters(self, task: Task, config: RunConfig) -> None:
         pass
 
     def claim(self, resume: str) -> None:
@@ -75,15 +102,30 @@ class NoRunDirectory:
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         pass
 
+    def publish(self) -> None:
+        pass
+
+    def publish_logs(self) -> None:
+        pass
+
 
 class OwnedRunDirectory:
-    """A folder with the run's configuration, metrics, TensorBoard files, checkpoints, model and summary."""
+    """A folder with the run's configuration, metrics, TensorBoard files, checkpoints, model and summary.
 
-    def __init__(self, path: Path):
-        self.path = path
+    For a URL, it is a local one, which is copied to the object store.
+    """
+
+    writes = True
+
+    def __init__(self, run_dir: str | Path, *, prints_every_line: bool = True):
+        self.name = str(run_dir)
+        self.path = path = _local(run_dir)
+        self.checkpoints = checkpoints_of(run_dir)
+        self._store = RunStore(str(run_dir), path, but=(_LOCK,)) if is_url(run_dir) else None
         self._lock: TextIO | None = None
+        self._is_claimed = False
         self._config: Mapping[str, Any] | None = None
-        console = console_reporter(stdout_is_terminal())
+        console = console_reporter(stdout_is_terminal(), prints_every_line=prints_every_line)
         self._reporters = [
             console,
             JsonLinesReporter(path / "metrics.jsonl"),
@@ -91,11 +133,12 @@ class OwnedRunDirectory:
         ]
         self.reporter: Reporter = CompositeReporter(self._reporters)
 
-    def add_reporters(self, task: Task) -> None:
+    def add_reporters(self, task: Task, config: RunConfig) -> None:
+        self._reporters += make_loggers(logger_names(config.training.logging.loggers), self.path, as_dict(config))
         self._reporters += task.make_reporters(self.path)
 
     def claim(self, resume: str) -> None:
-        """Locks the folder; changes nothing in it.
+        """Locks the folder; changes nothing in it, unless it is the local copy of one in an object store.
 
         Args:
             resume: see :class:`~hvdtrain.checkpoint.config.CheckpointConfig`.
@@ -106,25 +149,31 @@ class OwnedRunDirectory:
         """
         path = self.path
         try:
+            if self._store is not None:
+                self._lock = self._make_and_lock()
+                self._store.fetch()
             holds_run = (path / _CONFIG).is_file() or bool(checkpoints_in(path / "checkpoints"))
             if path.is_dir() and not holds_run and any(not _is_left_by_start(each) for each in path.iterdir()):
                 raise DataError(
-                    f"--run-dir must be a new folder, an empty one, or that of an earlier run. Received: {path}, which "
-                    "holds something else. It was left untouched; use another folder."
+                    f"--run-dir must be a new folder, an empty one, or that of an earlier run. Received: {self.name}, "
+                    "which holds something else. It was left untouched; use another folder."
                 )
             require_ours(path / "checkpoints")
             if resume == "never" and holds_run:
                 raise DataError(
-                    f"--resume never needs a new folder. Received: {path}, which holds a run. It was left untouched; "
-                    "use another --run-dir, or --resume auto to resume."
+                    f"--resume never needs a new folder. Received: {self.name}, which holds a run. It was left "
+                    "untouched; use another --run-dir, or --resume auto to resume."
                 )
             if resume == "must" and not checkpoints_in(path / "checkpoints"):
-                raise DataError(f"--resume must needs a run with a checkpoint. Received: {path}, which holds none.")
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(path / _LOCK)
+                raise DataError(
+                    f"--resume must needs a run with a checkpoint. Received: {self.name}, which holds none. "
+                    "Use the --run-dir of that run, or --resume auto to start a new one."
+                )
+            self._lock = self._lock or self._make_and_lock()
+            self._is_claimed = True
         except OSError as error:
             raise DataError(
-                f"--run-dir must be a folder that can be written. Received: {path} ({error}). Use another one."
+                f"--run-dir must be a folder that can be written. Received: {self.name} ({error}). Use another one."
             ) from error
 
     def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
@@ -148,10 +197,13 @@ class OwnedRunDirectory:
         try:
             # The summary of an earlier, shorter run would from now on describe weights that are not the folder's.
             remove(self.path / _SUMMARY)
+            if self._store is not None:
+                self._store.delete(_SUMMARY)
             _write_object(self.path / _CONFIG, config)
+            self.publish()
         except OSError as error:
             raise DataError(
-                f"--run-dir must be a folder that can be written. Received: {self.path} ({error}). Free some space or "
+                f"--run-dir must be a folder that can be written. Received: {self.name} ({error}). Free some space or "
                 "change its permissions, and start the job again, or use another folder."
             ) from error
 
@@ -164,11 +216,28 @@ class OwnedRunDirectory:
             with replaced_on_success(self.path / _MODEL) as aside:
                 model.save(aside)
             _write_object(self.path / _SUMMARY, summary)
+            self.publish()
         except OSError as error:
             raise DataError(
-                f"the trained model must be writable to {self.path}. Received: {error}. The last checkpoint is "
+                f"the trained model must be writable to {self.name}. Received: {error}. The last checkpoint is "
                 "untouched; free some space, and restart the job to write the model from it."
             ) from error
+
+    def publish(self) -> None:
+        if self._store is not None:
+            self._store.publish(last=_SUMMARY)
+
+    def publish_logs(self) -> None:
+        try:
+            # Another job may have taken over: this one ends because of it.
+            if self._is_claimed and self._store is not None and self._store.is_ours():
+                self.publish()
+        except OSError as error:
+            report(0, f"the last lines of the run's logs could not be uploaded: {error}. They are in {self.path}.")
+
+    def _make_and_lock(self) -> TextIO:
+        self.path.mkdir(parents=True, exist_ok=True)
+        return _locked(self.path / _LOCK)
 
 
 def _write_object(path: Path, content: Mapping[str, Any]) -> None:
@@ -209,6 +278,12 @@ def _locked(path: Path) -> TextIO:
             return file
 
 
-def open_run_directory(rank: int, path: Path) -> RunDirectory:
-    """The run directory of a rank."""
-    return OwnedRunDirectory(path) if rank == 0 else NoRunDirectory(path)
+def open_run_directory(rank: int, run_dir: str | Path, *, prints_every_line: bool = True) -> RunDirectory:
+    """The run directory of a rank; see :func:`~hvdtrain.loggers.progress_bar.console_reporter`."""
+    if rank != 0:
+        return NoRunDirectory(run_dir)
+    return OwnedRunDirectory(run_dir, prints_every_line=prints_every_line)
+
+
+def _local(run_dir: str | Path) -> Path:
+    return local_path("runs", str(run_dir)) if is_url(run_dir) else Path(run_dir)

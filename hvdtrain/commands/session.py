@@ -10,17 +10,18 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import RuntimeConfig
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import exit_code_of, on_every_rank
 from hvdtrain.fault_tolerance.config import JobWatchConfig
+from hvdtrain.fault_tolerance.elastic.member import CoordinatorLink, ElasticWatch, join_elastic_job
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.fault_tolerance.shutdown import end_job
+from hvdtrain.fault_tolerance.shutdown import end_job, is_secondary
 from hvdtrain.fault_tolerance.start_watch import StartWatch
 from hvdtrain.system import environment, versions
 from hvdtrain.system.supervisor_client import note_exit_code
 
 # May differ between ranks: folders and cores belong to a host.
-RANK_OPTIONS = ("data_dir", "run_dir", "threads", "timeline")
+RANK_OPTIONS = ("data_dir", "run_dir", "threads", "timeline", "join")
 
 
 ConfigT = TypeVar("ConfigT", bound=CommandConfig)
@@ -33,6 +34,18 @@ class Session:
     collectives: Collectives
     job_watch: JobWatch
 
+    @property
+    def coordinator(self) -> CoordinatorLink | None:
+        """The coordinator of an elastic job; None in others."""
+        return self.job_watch.coordinator if isinstance(self.job_watch, ElasticWatch) else None
+
+    @property
+    def rank(self) -> int:
+        """This process's rank at the start; not 0 for a newcomer, which is alone until it joins the others."""
+        if self.coordinator is not None and self.coordinator.must_warm_up:
+            return self.coordinator.number
+        return self.collectives.rank
+
 
 def run_on_ranks(
     config: ConfigT | None,
@@ -40,6 +53,7 @@ def run_on_ranks(
     work: Callable[[ConfigT, Session], None],
     *,
     process_sets: bool = False,
+    ranks_may_change: bool = False,
     step: Callable[[], int | None] = lambda: None,
 ) -> int:
     """Runs ``work`` on every rank, or reports on every rank why this one cannot.
@@ -48,6 +62,7 @@ def run_on_ranks(
         config: None if this rank's command line was refused.
         refused: the reason.
         process_sets: see :func:`hvdtrain.init`.
+        ranks_may_change: whether ``work`` can continue with other ranks, as in an elastic job.
         step: the number of steps made, for an error message.
 
     Returns:
@@ -59,18 +74,31 @@ def run_on_ranks(
     start_timeout_s = (JobWatchConfig() if config is None else config.job_watch).stall_timeout
     environment.set_gloo_timeout(start_timeout_s)
     try:
-        with StartWatch(start_timeout_s):
+        if config is not None and config.job_watch.join is not None:
+            environment.join_elastic_job(config.job_watch.join)
+        if environment.elastic_job() is not None:
+            accepted = _accepted(config, refused)
+            if not ranks_may_change:
+                raise UsageError("elastic jobs train. Received: another command. Start it by horovodrun or mpirun.")
+            job_watch = join_elastic_job(_facts(accepted), accepted.job_watch.stall_timeout)
             runtime.init(**as_dict(options), process_sets=process_sets)
             collectives = runtime.current().collectives
-            accepted = on_every_rank(lambda: _accepted(config, refused), collectives)
-            shared = {flag_of(name): value for name, value in as_dict(accepted).items() if name not in RANK_OPTIONS}
-            facts = {**shared, **versions.versions(), "hvdtrain's code": versions.code_digest()}
-            require_agreement("configuration and versions", facts, collectives)
-            job_watch = JobWatch(collectives, stall_timeout_s=accepted.job_watch.stall_timeout)
-            job_watch.start()
+        else:
+            with StartWatch(start_timeout_s):
+                runtime.init(**as_dict(options), process_sets=process_sets)
+                collectives = runtime.current().collectives
+                accepted = on_every_rank(lambda: _accepted(config, refused), collectives)
+                require_agreement("configuration and versions", _facts(accepted), collectives)
+                job_watch = JobWatch(collectives, stall_timeout_s=accepted.job_watch.stall_timeout)
+                job_watch.start()
         work(accepted, Session(collectives, job_watch))
         job_watch.close(ends_process=True)
     except Exception as error:
+        if isinstance(job_watch, ElasticWatch) and is_secondary(error) and job_watch.coordinator.wait_for_cut():
+            error = HvdtrainError(
+                "processes must not be lost before the first step, nor after the last. Received: a loss. Start the job "
+                "again; it resumes from its last checkpoint."
+            )
         note_exit_code(exit_code_of(error))
         end_job(error, collectives, step(), job_watch)
     except SystemExit as end:
@@ -79,6 +107,12 @@ def run_on_ranks(
         note_exit_code(exit_code_of(stopped))
         end_job(stopped.with_traceback(end.__traceback__), collectives, step(), job_watch)
     return 0
+
+
+def _facts(config: CommandConfig) -> dict[str, object]:
+    """What must be equal on all ranks."""
+    shared = {flag_of(name): value for name, value in as_dict(config).items() if name not in RANK_OPTIONS}
+    return {**shared, **versions.versions(), "hvdtrain's code": versions.code_digest()}
 
 
 def _accepted(config: ConfigT | None, refused: HvdtrainError | None) -> ConfigT:

@@ -9,6 +9,7 @@ from hvdtrain.checkpoint.checkpointer import RESUME, Checkpointer, Restored
 from hvdtrain.commands import autotune
 from hvdtrain.commands.building import (
     compile_plainly,
+    local_data_dir,
     make_model,
     peak_learning_rate,
     read_task,
@@ -16,17 +17,19 @@ from hvdtrain.commands.building import (
 )
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.run_directory import RunDirectory, open_run_directory
+from hvdtrain.commands.run_files import run_dir_of
 from hvdtrain.commands.session import RANK_OPTIONS, Session, run_on_ranks
-from hvdtrain.commands.trained_run import run_folder
 from hvdtrain.config.fields import as_dict, flag_of, with_options
 from hvdtrain.data import Data
 from hvdtrain.distributed import gpu_sharing, runtime
-from hvdtrain.errors import DataError, HvdtrainError
+from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
-from hvdtrain.loggers.reporter import RunShape
+from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
 from hvdtrain.system.supervisor_client import note_listener
-from hvdtrain.tasks import Task, short_name
+from hvdtrain.tasks.names import short_name
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.trainer import Trainer
 
 
@@ -45,74 +48,129 @@ def run(config: RunConfig | None, refused: HvdtrainError | None) -> int:
     def work(config: RunConfig, session: Session) -> None:
         nonlocal trainer
         collectives = session.collectives
-        if collectives.rank == 0:
+        if session.rank == 0:
             note_listener()
         runtime.init(seed=config.training.seed)
-        task, data = on_every_rank(lambda: read_task(config), collectives)
+        data_dir = local_data_dir(config, collectives)
+        task, data = on_every_rank(lambda: read_task(config, data_dir), collectives)
         config = on_every_rank(lambda: with_task_defaults(config, task), collectives)
         if environment.restart_number():
             # A job that died resumes from its own last checkpoint, whatever its first start resumed from.
             config = with_options(config, {"resume": "auto"})
+        if session.coordinator is not None:
+            config = _for_changing_ranks(config, session.coordinator.start_size)
         if config.autotune:
             config = autotune.tune(config, task, data, session)
-        path = run_folder(config.run_dir, config.task)
-        run_directory = open_run_directory(collectives.rank, path)
+        run_dir, prints_every_line = run_dir_of(config.run_dir, config.task), "log_every" in config.explicitly_set
+        directory = on_every_rank(
+            lambda: open_run_directory(session.rank, run_dir, prints_every_line=prints_every_line), collectives
+        )
+        run = Run(config, task, directory, session)
         try:
-            trainer = on_every_rank(lambda: _make_trainer(config, task, data, run_directory, session), collectives)
-            on_every_rank(lambda: run_directory.claim(config.training.checkpoint.resume), collectives)
-            if on_first_rank(lambda: _is_complete(config, run_directory, trainer.total_steps), collectives):
-                run_directory.reporter.already_complete(trainer.total_steps, path)
+            trainer = on_every_rank(lambda: run.make_trainer(data), collectives)
+            on_every_rank(lambda: run.directory.claim(config.training.checkpoint.resume), collectives)
+            if on_first_rank(lambda: _is_complete(config, run.directory, trainer.total_steps), collectives):
+                run.reporter.already_complete(trainer.total_steps, run.directory.name)
             else:
-                _train(config, task, trainer, run_directory, session)
+                run.train(trainer)
         finally:
-            run_directory.reporter.close()
+            run.reporter.close()
+        run.directory.publish_logs()
 
     process_sets = config is not None and config.training.local_sgd.average_across == "host"
     return run_on_ranks(
-        config, refused, work, process_sets=process_sets, step=lambda: None if trainer is None else trainer.step
+        config,
+        refused,
+        work,
+        process_sets=process_sets,
+        ranks_may_change=True,
+        step=lambda: None if trainer is None else trainer.step,
     )
 
 
-def _make_trainer(config: RunConfig, task: Task, data: Data, run_directory: RunDirectory, session: Session) -> Trainer:
-    model = make_model(config, task, data, session.collectives)
-    run_directory.add_reporters(task)
-    checkpointer = Checkpointer(
-        run_directory.path / "checkpoints",
-        model,
-        keep=config.training.checkpoint.keep,
-        facts={"task": config.task, "config": as_dict(config)},
-        identity={"task": short_name(config.task)},
-        collectives=session.collectives,
-    )
-    session.job_watch.before_exit(checkpointer.wait)
-    return Trainer(
-        model,
-        data,
-        config.training,
-        callbacks=task.make_callbacks(),
-        reporter=run_directory.reporter,
-        checkpointer=checkpointer,
-        job_watch=session.job_watch,
-        collectives=session.collectives,
-    )
+class Run:
+    """A run of a task on this rank."""
+
+    def __init__(self, config: RunConfig, task: Task, directory: RunDirectory, session: Session):
+        self._config = config
+        self._task = task
+        self._session = session
+        self.directory = directory
+        self._reporters = [directory.reporter]
+        self.reporter: Reporter = CompositeReporter(self._reporters)
+
+    def make_trainer(self, data: Data) -> Trainer:
+        """The trainer of the task's model."""
+        config, session = self._config, self._session
+        model = make_model(config, self._task, data, session.collectives)
+        self.directory.add_reporters(self._task, config)
+        checkpointer = Checkpointer(
+            self.directory.checkpoints,
+            model,
+            keep=config.training.checkpoint.keep,
+            facts={"task": config.task, "config": as_dict(config)},
+            identity={"task": short_name(config.task)},
+            collectives=session.collectives,
+            after_save=lambda: self.directory.publish(),
+        )
+        session.job_watch.before_exit(checkpointer.wait)
+        session.job_watch.before_exit(lambda: self.directory.publish_logs())
+        return Trainer(
+            model,
+            data,
+            config.training,
+            callbacks=self._task.make_callbacks(),
+            reporter=self.reporter,
+            checkpointer=checkpointer,
+            job_watch=session.job_watch,
+            collectives=session.collectives,
+        )
+
+    def train(self, trainer: Trainer) -> None:
+        """Trains, and writes the run's results."""
+        config, task, collectives = self._config, self._task, self._session.collectives
+
+        def start(restored: Restored | None) -> None:
+            on_every_rank(lambda: self.directory.write_config(as_dict(config)), collectives)
+            self.reporter.started(_facts(config, trainer), trainer.shape)
+            for warning in gpu_sharing.gpu_warnings(collectives):
+                self.reporter.warned(trainer.step, warning)
+            before = None if restored is None else restored.manifest.get("config")
+            if restored is not None and isinstance(before, dict) and (changed := _changed_options(config, before)):
+                self.reporter.warned(restored.step, f"resumed with other options than before: {'; '.join(changed)}")
+
+        summary = {
+            "task": config.task,
+            **trainer.fit(on_start=start, on_rank_changed=lambda: self._take_over_if_first(trainer)),
+        }
+        on_every_rank(
+            lambda: _finish(config, task, trainer.model, self.directory, summary, collectives.size), collectives
+        )
+        self.reporter.finished(summary)
+
+    def _take_over_if_first(self, trainer: Trainer) -> None:
+        """Continues what the rank 0 of before has written, if this process is rank 0 now."""
+        if self._session.collectives.rank != 0 or self.directory.writes:
+            return
+        config = self._config
+        self.directory = open_run_directory(0, self.directory.name)
+        self.directory.claim("auto")
+        self.directory.add_reporters(self._task, config)
+        self._reporters.append(self.directory.reporter)
+        self.directory.reporter.started({}, trainer.shape)
 
 
-def _train(config: RunConfig, task: Task, trainer: Trainer, run_directory: RunDirectory, session: Session) -> None:
-    collectives, reporter = session.collectives, run_directory.reporter
-
-    def start(restored: Restored | None) -> None:
-        on_every_rank(lambda: run_directory.write_config(as_dict(config)), collectives)
-        shape = RunShape(trainer.total_steps, trainer.plan.steps_per_epoch, trainer.step)
-        reporter.started(_facts(config, trainer), shape)
-        for warning in gpu_sharing.gpu_warnings(collectives):
-            reporter.warned(trainer.step, warning)
-        before = None if restored is None else restored.manifest.get("config")
-        if restored is not None and isinstance(before, dict) and (changed := _changed_options(config, before)):
-            reporter.warned(restored.step, f"resumed with other options than before: {'; '.join(changed)}")
-
-    summary = {"task": config.task, **trainer.fit(on_start=start)}
-    on_every_rank(lambda: _finish(config, task, trainer.model, run_directory, summary, collectives.size), collectives)
-    reporter.finished(summary)
+def _for_changing_ranks(config: RunConfig, start_size: int) -> RunConfig:
+    """The configuration of a job whose number of ranks changes, and whose global batch does not."""
+    if config.autotune:
+        raise UsageError("elastic jobs do not support --autotune. Leave it out.")
+    if config.run_dir is not None and is_url(config.run_dir):
+        raise UsageError(
+            f"elastic jobs need a --run-dir that all processes share. Received: {config.run_dir}. Use a folder."
+        )
+    if config.training.global_batch_size is not None:
+        return config
+    return with_options(config, {"global_batch_size": config.training.batch_size * start_size})
 
 
 def _finish(
@@ -134,19 +192,20 @@ def _is_complete(config: RunConfig, run_directory: RunDirectory, total_steps: in
         return False
     if differences := _changed_options(config, finished[0]):
         raise DataError(
-            f"--run-dir must be that of the same run. Received: {run_directory.path}, which holds a complete run with "
-            f"other options: {'; '.join(differences)}. It was left untouched; use another folder."
+            f"--run-dir must belong to the same run. Received: {run_directory.name}, a complete run with other "
+            f"options: {'; '.join(differences)}. It was left untouched; use another folder."
         )
     return True
 
 
 def _changed_options(config: RunConfig, before: Mapping[str, Any]) -> list[str]:
-    """The options that decide the result of a run and were changed; any others may differ when it is resumed."""
+    """The changed options that affect a run's result; all others may differ when it is resumed."""
     training, now = config.training, as_dict(config)
     same_result = {
         *as_dict(training.checkpoint),
         *as_dict(training.logging),
         *as_dict(training.guards),
+        *as_dict(training.balancing),
         *as_dict(config.runtime),
         *as_dict(config.job_watch),
         *("steps", "epochs", "eval_every", "seed", "steps_per_execution", "jit_compile", "autotune"),

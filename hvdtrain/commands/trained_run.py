@@ -7,9 +7,11 @@ from typing import Any
 
 import keras
 
-from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored, newest_manifest
-from hvdtrain.commands.building import make_model, read_task
+from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
+from hvdtrain.checkpoint.folders import newest_manifest
+from hvdtrain.commands.building import local_data_dir, make_model, read_task
 from hvdtrain.commands.config import RunConfig
+from hvdtrain.commands.run_files import RunFiles
 from hvdtrain.config.fields import option_names, shown, with_options
 from hvdtrain.data import Data, evaluation_dataset
 from hvdtrain.distributed.collectives import Collectives
@@ -18,9 +20,11 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report
-from hvdtrain.tasks import Task, short_name
-from hvdtrain.tasks.loading import BUILT_IN
+from hvdtrain.tasks.names import BUILT_IN
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.train_step import build_by_tracing
+
+_CONFIG = "config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +46,16 @@ class TrainedRun:
         return self.checkpointer.load(checkpoint)
 
 
-def run_folder(run_dir: str | None, task: str) -> Path:
-    """The folder of a run of a task."""
-    return Path(run_dir or f"runs/{short_name(task)}")
-
-
-def has_ended(folder: Path, step: int) -> bool:
-    """Whether the run in this folder has ended, and this is its last step."""
+def has_ended(summary: Path, step: int) -> bool:
+    """Whether the run with this ``summary.json`` has ended, and this is its last step."""
     try:
-        return bool(read_object(folder / "summary.json")["steps"] <= step)
+        return bool(read_object(summary)["steps"] <= step)
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
-def open_run(folder: Path, task_name: str, data_dir: str | None, collectives: Collectives) -> TrainedRun:
-    """Opens a run on every rank; rank 0 reads its folder.
+def open_run(files: RunFiles, task_name: str, data_dir: str | None, collectives: Collectives) -> TrainedRun:
+    """Opens a run on every rank; rank 0 reads its files.
 
     Args:
         task_name: the value of ``--task``.
@@ -66,52 +65,58 @@ def open_run(folder: Path, task_name: str, data_dir: str | None, collectives: Co
         JobError: on every rank: the folder holds no run, or another user's whose task was not named, or the task's
             data are missing.
     """
-    values = on_first_rank(lambda: _read_config(folder, task_name), collectives)
+    values = on_first_rank(lambda: _read_config(files, task_name), collectives)
     if data_dir is not None:
         values["data_dir"] = data_dir
-    config = on_every_rank(lambda: _make_config(values, folder), collectives)
-    task, data = on_every_rank(lambda: read_task(config), collectives)
+    config = on_every_rank(lambda: _make_config(values, files.name), collectives)
+    place = local_data_dir(config, collectives)
+    task, data = on_every_rank(lambda: read_task(config, place), collectives)
     model = on_every_rank(lambda: make_model(config, task, data, collectives), collectives)
     build_by_tracing(model, (evaluation_dataset(data.training, 1, rank=0, size=1).element_spec, None))
     build_optimizer(model)
-    checkpointer = Checkpointer(folder / "checkpoints", model, collectives=collectives)
+    checkpointer = Checkpointer(files.checkpoints, model, collectives=collectives)
     return TrainedRun(config, task, data, model, checkpointer)
 
 
-def _read_config(folder: Path, task_name: str) -> dict[str, Any]:
+def _read_config(files: RunFiles, task_name: str) -> dict[str, Any]:
     """Reads config.json or, if it is damaged, the copy of it in the latest intact checkpoint."""
-    source = folder / "config.json"
+    path = source = files.path_of(_CONFIG)
     try:
-        values = read_object(folder / "config.json")
+        values = read_object(path)
     except (OSError, ValueError) as error:
-        found = newest_manifest(folder / "checkpoints")
+        found = newest_manifest(files.checkpoints)
         if found is None or not isinstance(found[1].get("config"), dict):
             raise DataError(
-                f"--run-dir must be the folder of a run, with its config.json. Received: {folder} ({error})"
+                f"--run-dir must be the folder of a run, with its config.json. Received: {files.name} ({error})"
             ) from error
-        report(0, f"{folder / 'config.json'} cannot be read ({error}): used the configuration in {found[0]}.")
+        report(0, f"{files.name}/{_CONFIG} cannot be read ({error}): used the configuration in {found[0]}.")
         source, values = found[0], found[1]["config"]
-    _require_trusted(source, values.get("task"), task_name)
+    task = values.get("task")
+    if task not in BUILT_IN and task != task_name:
+        _require_trusted(files, source, task)
     known = option_names(RunConfig)
     return {name: value for name, value in values.items() if name in known}
 
 
-def _require_trusted(source: Path, task: object, named: str) -> None:
+def _require_trusted(files: RunFiles, source: Path, task: object) -> None:
     """Raises DataError if a task would be run that another user has chosen."""
-    if task in BUILT_IN or task == named or source.stat().st_uid == os.geteuid():
+    if not files.has_owner:
+        owner, where = "may belong to another user", files.name
+    elif source.stat().st_uid != os.geteuid():
+        owner, where = f"belongs to user ID {source.stat().st_uid}", str(source)
+    else:
         return
     raise DataError(
         "the task of another user's run must be named, because its code is executed. Received: "
-        f"{source}, which belongs to user ID {source.stat().st_uid} and names {shown(task)}. Read that code, then add "
-        f"--task {shown(task)}."
+        f"{where}, which {owner} and names {shown(task)}. Read that code, then add --task {shown(task)}."
     )
 
 
-def _make_config(values: dict[str, Any], folder: Path) -> RunConfig:
+def _make_config(values: dict[str, Any], name: str) -> RunConfig:
     try:
         return with_options(RunConfig(), values)
     except UsageError as error:
         raise DataError(
-            f"config.json must hold the options of a run. Received: {folder / 'config.json'}: {error}. Correct it, or "
+            f"config.json must hold the options of a run. Received: {name}/{_CONFIG}: {error}. Correct it, or "
             "delete it to use the configuration in the latest checkpoint."
         ) from error

@@ -5,7 +5,8 @@ them, so that it needs no prefix as a flag (``--sync-every``), in a task's defau
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import Group
@@ -15,15 +16,23 @@ from hvdtrain.errors import UsageError
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 NOT_AN_OPTION = {"is_option": False}
-"""Metadata of a field that is no option of a run."""
+"""Metadata of a field that is not an option of a run."""
 
 _MAX_SHOWN = 200
-# What TensorFlow and NumPy count with.
+# The largest integer in TensorFlow and NumPy.
 _MAX_INT = (1 << 63) - 1
-_TEXT_RULE = "a text that is not empty, in valid Unicode and without null characters"
+_TEXT_RULE = "a string that is not empty, in valid Unicode and without null characters"
 _HELP_ORDER = (
     *("Task", "Run", "Training", "Measurement", "Optimizer", "Learning rate", "Gradient reduction"),
-    *("Local SGD (--mode local)", "Checkpoints", "Logging", "Guards", "Runtime", "Fault tolerance"),
+    *(
+        "Local SGD (--mode local)",
+        "Stragglers (--mode sync)",
+        "Checkpoints",
+        "Logging",
+        "Guards",
+        "Runtime",
+        "Fault tolerance",
+    ),
     "Prediction (--predict)",
 )
 
@@ -69,6 +78,12 @@ def one_of(choices: tuple[Any, ...]) -> str:
     return "one of " + ", ".join(map(str, choices))
 
 
+def did_you_mean(received: str, choices: Iterable[str]) -> str:
+    """`` Did you mean NAME?`` with the choice that is most like what was received; empty if none is."""
+    closest = difflib.get_close_matches(received[:_MAX_SHOWN], list(choices), n=1)
+    return f" Did you mean {closest[0]}?" if closest else ""
+
+
 def require_type(name: str, hint: Any, value: Any, *, is_text: bool = False) -> None:
     """Raises UsageError unless a value is one of an option's type.
 
@@ -83,7 +98,7 @@ def require_type(name: str, hint: Any, value: Any, *, is_text: bool = False) -> 
     members = get_args(hint) or (hint,)
     if value is None and type(None) in members:
         return
-    for kind, rule in ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "a text")):
+    for kind, rule in ((bool, "true or false"), (int, "a whole number"), (float, "a number"), (str, "a string")):
         if kind in members:
             fits = _converts(kind, value) if is_text else _is_instance(kind, value)
             if not fits:

@@ -10,6 +10,7 @@ from cyclopts import Token
 from cyclopts.argument import Argument, ArgumentCollection
 
 from hvdtrain.config.fields import flag_of, require_type, shown
+from hvdtrain.config.unknown_options import hint_for
 from hvdtrain.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -80,7 +81,8 @@ def _add(key: str, value: Any, options: Mapping[str, Argument], path: str, table
     name = key.replace("-", "_")
     if name not in options or (table is not None and options[name].keys[-2:-1] != (table,)):
         where = "" if table is None else f" in table [{table:.60}]"
-        raise UsageError(f"unknown key {shown(key)}{where}. Known keys: {', '.join(sorted(options))}")
+        hint = hint_for(name, options) if name not in options else ""
+        raise UsageError(f"unknown key {shown(key)}{where}.{hint} Known keys: {', '.join(sorted(options))}")
     argument = options[name]
     require_type(name, argument.hint, value)
     if not argument.has_tokens:

@@ -1,12 +1,16 @@
 """Feeds: iterators over a rank's training and evaluation batches that can skip unreadable samples."""
 
+import dataclasses
 import functools
 from typing import Any
+
+import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import Source
+from hvdtrain.distributed.collectives import Collectives
 
 
 class TrainingFeed:
@@ -14,7 +18,7 @@ class TrainingFeed:
 
     def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota):
         self._source = source
-        self._plan = plan
+        self.plan = plan
         self._quota = quota
         self._excluded: frozenset[int] = frozenset()
         self.iterator: Any = None
@@ -22,13 +26,26 @@ class TrainingFeed:
     @functools.cached_property
     def element_spec(self) -> Any:
         """The tf.TypeSpec of the iterator's elements."""
-        return training_dataset(self._source, self._plan).element_spec
+        return training_dataset(self._source, self.plan).element_spec
 
     def start(self, micro_batch: int) -> None:
-        """Makes the iterator, starting at this rank's given micro-batch, counted across epochs."""
-        self.iterator = iter(
-            training_dataset(self._source, self._plan, first_micro_batch=micro_batch, excluded=self._excluded)
-        )
+        """Makes the iterator yield from this rank's given micro-batch on, counted across epochs.
+
+        The iterator stays the same object once it exists, so that a compiled step that reads it is not traced again.
+        """
+        dataset = training_dataset(self._source, self.plan, first_micro_batch=micro_batch, excluded=self._excluded)
+        if self.iterator is None:
+            self.iterator = iter(dataset)
+        else:
+            tf.raw_ops.MakeIterator(
+                dataset=tf.data.experimental.to_variant(dataset), iterator=self.iterator._iterator_resource
+            )
+        # Its Python functions live as long as it does.
+        self._dataset = dataset
+
+    def set_rank_batch_sizes(self, sizes: tuple[int, ...]) -> None:
+        """Assigns the samples of a global batch to ranks in another way, from the next :meth:`start` on."""
+        self.plan = dataclasses.replace(self.plan, rank_batch_sizes=sizes)
 
     def resume_after(self, error: Exception, micro_batch: int) -> None:
         """Excludes the unreadable samples of a micro-batch and restarts the iterator there.
@@ -39,7 +56,7 @@ class TrainingFeed:
             DataError: more samples are unreadable than allowed.
             Exception: ``error`` itself, if all samples of the micro-batch can be read.
         """
-        bad = self._source.find_bad(self._plan.numbers(micro_batch, self._excluded))
+        bad = self._source.find_bad(self.plan.numbers(micro_batch, self._excluded))
         if not bad:
             raise error
         self._quota.note_found(bad)
@@ -48,13 +65,16 @@ class TrainingFeed:
 
 
 class EvaluationFeed:
-    """This rank's share of the evaluation samples; the shares of all ranks cover each sample once."""
+    """This rank's share of the evaluation samples; the shares of all ranks cover each sample once.
 
-    def __init__(self, source: Source, batch_size: int, rank: int, size: int, quota: BadSampleQuota):
+    Args:
+        ranks: those that evaluate together; they may be others at each :meth:`restart`.
+    """
+
+    def __init__(self, source: Source, batch_size: int, ranks: Collectives, quota: BadSampleQuota):
         self._source = source
         self._batch_size = batch_size
-        self._rank = rank
-        self._size = size
+        self._ranks = ranks
         self._quota = quota
         self._excluded: frozenset[int] = frozenset()
 
@@ -68,8 +88,8 @@ class EvaluationFeed:
             evaluation_dataset(
                 self._source,
                 self._batch_size,
-                self._rank,
-                self._size,
+                self._ranks.rank,
+                self._ranks.size,
                 first_batch=self._position,
                 excluded=self._excluded,
             )
@@ -81,7 +101,9 @@ class EvaluationFeed:
 
     def resume_after(self, error: Exception) -> None:
         """Like :meth:`TrainingFeed.resume_after`, for the current batch."""
-        batches = shard_batches(self._source.num_samples, self._batch_size, self._rank, self._size, self._excluded)
+        batches = shard_batches(
+            self._source.num_samples, self._batch_size, self._ranks.rank, self._ranks.size, self._excluded
+        )
         bad = self._source.find_bad(batches[self._position])
         if not bad:
             raise error

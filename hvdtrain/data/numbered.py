@@ -1,4 +1,4 @@
-"""Random access: what all sources share whose samples are read by number."""
+"""Random access: the base of all sources whose samples are read by number."""
 
 import abc
 from collections.abc import Sequence

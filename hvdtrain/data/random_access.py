@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,12 +22,14 @@ _BATCHES_KEPT = 4
 class RandomAccess(NumberedSource):
     """Samples of an object with ``len(samples)`` and ``samples[number]``.
 
-    Each rank reads its share, batch by batch, on other threads; one call at a time. A sample that cannot be read is
+    Each rank reads its share, batch by batch, on background threads, one call at a time. An unreadable sample is
     skipped up to the quota of ``bad_samples``.
 
     Args:
         samples: the same on every rank. ``samples[number]`` returns x, ``(x, y)`` or ``(x, y, sample_weight)``, all
             samples with the same structure, shapes and dtypes.
+        select: converts what ``samples[number]`` returns, for instance the dict of TensorFlow Datasets'
+            ``tfds.data_source``, to x, ``(x, y)`` or ``(x, y, sample_weight)``; None: no conversion.
         augment: as for :class:`~hvdtrain.data.Arrays`.
 
     Raises:
@@ -35,7 +37,7 @@ class RandomAccess(NumberedSource):
         UsageError: it has no length, or samples are tuples of another length.
     """
 
-    def __init__(self, samples: Any, *, augment: Augment | None = None):
+    def __init__(self, samples: Any, *, select: Callable[[Any], Any] | None = None, augment: Augment | None = None):
         super().__init__(augment)
         if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
             raise UsageError(
@@ -43,12 +45,13 @@ class RandomAccess(NumberedSource):
                 "use hvdtrain.data.Stream."
             )
         self._samples = samples
+        self._select = select or (lambda sample: sample)
         self._lock = threading.Lock()
         self.num_samples = len(samples)
         if self.num_samples == 0:
             raise DataError("there must be at least one sample. Received: none")
         try:
-            self._structure = _parts_of(samples[0])
+            self._structure = _parts_of(self._select(samples[0]))
         except (OSError, ValueError) as error:
             raise DataError(
                 "the first sample must be readable: it shows shapes and dtypes. Received: "
@@ -74,7 +77,7 @@ class RandomAccess(NumberedSource):
 
     def _one(self, number: int) -> list[np.ndarray]:
         with self._lock:
-            sample = _parts_of(self._samples[number])
+            sample = _parts_of(self._select(self._samples[number]))
         tf.nest.assert_same_structure(self._structure, sample)
         flat = _arrays(sample, self._specs)
         for each, spec in zip(flat, self._specs, strict=True):
@@ -97,8 +100,8 @@ class RandomAccess(NumberedSource):
 class Batches(NumberedSource):
     """The samples of a ``keras.utils.PyDataset``, in its order.
 
-    A sample's number is its place in the sequence of batches. Each rank reads the batches that hold its samples, so
-    that ranks read a batch together if it is larger than theirs.
+    A sample's number is its place in the sequence of batches. Each rank reads the batches that hold its samples;
+    several ranks may read the same batch.
 
     Args:
         dataset: the same on every rank; all batches but the last have the same size.

@@ -1,11 +1,12 @@
 """Sampling plan: the global order of samples and each rank's slice of it. Does not import TensorFlow.
 
 The order depends only on seed and epoch. The global batch of a step is the next ``global_batch_size``
-samples of that order, cut into equal slices in rank order. With the same global batch size, any number
-of ranks therefore trains on the same samples at the same step.
+samples of that order, cut into slices in rank order. With the same global batch size, any number of
+ranks therefore trains on the same samples at the same step, however large the slice of each rank is.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,15 +30,16 @@ class Slice:
 class SamplePlan:
     """Assigns samples to steps and ranks.
 
-    A step is ``gradient_accumulation_steps`` micro-batches of ``batch_size`` samples on each rank.
-    ``remainder`` decides about the last samples of an epoch if they do not fill a step:
+    A step is ``gradient_accumulation_steps`` micro-batches of ``batch_size`` samples on each rank, or of the rank's
+    entry in ``rank_batch_sizes``. ``remainder`` decides about the last samples of an epoch if they do not fill a step:
 
-    * ``pad``: they are distributed evenly over ranks and micro-batches. Each counts once; a rank without
-      samples gets a filler, a sample of weight zero. The mean loss is exact.
+    * ``pad``: they are distributed over ranks and micro-batches, in proportion to their sizes in a full step. Each
+      counts once; a rank without samples gets a filler, a sample of weight zero. The mean loss is exact.
     * ``drop``: they are dropped in this epoch (another epoch has another order and drops other samples).
 
     Raises:
-        UsageError: there are fewer samples than ranks, or ``remainder`` is unknown or leaves no step.
+        UsageError: there are fewer samples than ranks, ``remainder`` is unknown or leaves no step, or
+            ``rank_batch_sizes`` has not a number for each rank.
     """
 
     num_samples: int
@@ -48,6 +50,8 @@ class SamplePlan:
     shuffle: bool = True
     gradient_accumulation_steps: int = 1
     remainder: str = "pad"
+    rank_batch_sizes: tuple[int, ...] | None = None
+    """Samples of each rank in a full micro-batch; None: ``batch_size`` each."""
 
     def __post_init__(self) -> None:
         if self.remainder not in REMAINDERS:
@@ -55,6 +59,13 @@ class SamplePlan:
         for name in ("batch_size", "gradient_accumulation_steps", "size"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1. Received: {getattr(self, name)}")
+        if not 0 <= self.rank < self.size:
+            raise UsageError(f"rank must be from 0 to {self.size - 1}. Received: {self.rank}")
+        sizes = self.rank_batch_sizes
+        if sizes is not None and (len(sizes) != self.size or min(sizes) < 0 or sum(sizes) < 1):
+            raise UsageError(
+                f"rank_batch_sizes must be {self.size} numbers from 0, not all of them 0. Received: {sizes}"
+            )
         if self.num_samples < self.size:
             raise UsageError(
                 f"there must be at least one sample for each rank. Received: {self.num_samples} samples for "
@@ -67,9 +78,14 @@ class SamplePlan:
             )
 
     @property
+    def micro_batch_size(self) -> int:
+        """Samples of a full micro-batch over all ranks."""
+        return self.batch_size * self.size if self.rank_batch_sizes is None else sum(self.rank_batch_sizes)
+
+    @property
     def global_batch_size(self) -> int:
         """Samples of a full step over all ranks."""
-        return self.batch_size * self.size * self.gradient_accumulation_steps
+        return self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
     def steps_per_epoch(self) -> int:
@@ -79,16 +95,26 @@ class SamplePlan:
     @property
     def is_even(self) -> bool:
         """Whether the weight is 1 in every micro-batch of every rank."""
-        return self.remainder == "drop" or self._last_samples % (self.size * self.gradient_accumulation_steps) == 0
+        return all((counts == counts[0]).all() for counts in self._counts_of_steps())
 
     @property
     def has_fillers(self) -> bool:
         """Whether any micro-batch of any rank is a filler."""
-        return self.remainder == "pad" and 0 < self._last_samples < self.size * self.gradient_accumulation_steps
+        return any((counts == 0).any() for counts in self._counts_of_steps())
 
-    @property
-    def _last_samples(self) -> int:
-        return self.num_samples % self.global_batch_size
+    def _counts_of_steps(self) -> list[np.ndarray]:
+        """The numbers of samples in the micro-batches of all ranks, for a full step and a last one that differs."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        samples = [self.global_batch_size] if full else []
+        if rest and self.remainder == "pad":
+            samples.append(rest)
+        return [np.diff(self._bounds(each)) for each in samples]
+
+    def _bounds(self, samples: int) -> np.ndarray:
+        """The positions in a step of so many samples at which its micro-batches begin, and the end of the last one."""
+        sizes = (self.batch_size,) * self.size if self.rank_batch_sizes is None else self.rank_batch_sizes
+        full = np.cumsum((0, *sizes * self.gradient_accumulation_steps))
+        return full * samples // self.global_batch_size
 
     @property
     def samples_per_epoch(self) -> int:
@@ -118,37 +144,56 @@ class SamplePlan:
     def own_samples(self, first_step: int, steps: int) -> int:
         """The number of this rank's samples, without fillers, in a range of steps counted across epochs."""
         last = self.steps_per_epoch - 1
-        total = 0
-        for step in range(first_step, first_step + steps):
-            if step % self.steps_per_epoch < last or self.remainder == "drop":
-                total += self.batch_size * self.gradient_accumulation_steps
-            else:
-                total += sum(part.count for part in self.slices(last) if part.weight)
-        return total
+        full_count, last_count = (sum(part.count for part in self.slices(step) if part.weight) for step in (0, last))
+        num_last = (first_step + steps) // (last + 1) - first_step // (last + 1)
+        return (steps - num_last) * full_count + num_last * last_count
 
     def slices(self, step: int) -> list[Slice]:
         """This rank's micro-batches in a step of an epoch."""
         first = step * self.global_batch_size
         samples = min(self.global_batch_size, self.num_samples - first)
-        parts = self.size * self.gradient_accumulation_steps
+        bounds = [int(each) for each in self._bounds(samples)]
         result = []
-        for micro_batch in range(self.gradient_accumulation_steps):
-            part = micro_batch * self.size + self.rank
-            start, end = part * samples // parts, (part + 1) * samples // parts
-            count = end - start
+        for part in range(self.rank, self.size * self.gradient_accumulation_steps, self.size):
+            start, count = bounds[part], bounds[part + 1] - bounds[part]
             # Each rank's loss is a mean over its samples; the reduced gradient is a mean over parts.
-            weight = count * parts / samples
+            weight = count * self.size * self.gradient_accumulation_steps / samples
             result.append(Slice(first + start, count, weight) if count else Slice(first, 1, 0.0))
         return result
 
     def epoch_slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """This rank's micro-batches in an epoch: starts, counts (int64) and weights (float64), one-dimensional."""
-        slices = [part for step in range(self.steps_per_epoch) for part in self.slices(step)]
-        return (
-            np.array([part.start for part in slices], dtype=np.int64),
-            np.array([part.count for part in slices], dtype=np.int64),
-            np.array([part.weight for part in slices], dtype=np.float64),
+        last = self.steps_per_epoch - 1
+        full_steps = self.global_batch_size * np.arange(last, dtype=np.int64)
+        full, rest = (
+            np.array([(part.start, part.count, part.weight) for part in self.slices(step)]) for step in (0, last)
         )
+        starts = np.concatenate([np.add.outer(full_steps, full[:, 0].astype(np.int64)).ravel(), rest[:, 0]])
+        counts, weights = (np.concatenate([np.tile(full[:, i], last), rest[:, i]]) for i in (1, 2))
+        return starts.astype(np.int64), counts.astype(np.int64), weights
+
+
+def split_batch(samples: int, weights: Sequence[float], most: int) -> tuple[int, ...]:
+    """Splits samples over ranks in proportion to their weights, at most ``most`` for each; at least 1 if its weight
+    is not 0.
+
+    Raises:
+        UsageError: there are fewer samples than ranks with a weight, or more than the ranks may have.
+    """
+    wanted = np.asarray(weights, np.float64) * (samples / sum(weights))
+    least = (wanted > 0).astype(np.int64)
+    if not least.sum() <= samples <= most * least.sum():
+        raise UsageError(
+            f"each rank must have from 1 to {most} samples of a micro-batch. Received: {samples} samples for "
+            f"{least.sum()} ranks. Change --batch-size, or increase --max-batch-size."
+        )
+    sizes = np.clip(np.floor(wanted).astype(np.int64), least, most * least)
+    while missing := samples - int(sizes.sum()):
+        # One at a time, to or from the rank that is furthest from its proportion and can still change.
+        step = 1 if missing > 0 else -1
+        can_change = (least > 0) & (sizes < most if step > 0 else sizes > least)
+        sizes[np.argmax(np.where(can_change, step * (wanted - sizes), -np.inf))] += step
+    return tuple(int(each) for each in sizes)
 
 
 def shard(num_samples: int, rank: int, size: int) -> range:

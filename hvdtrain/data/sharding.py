@@ -18,8 +18,9 @@ def shard(*data: Any, drop_remainder: bool = True) -> Any:
     Args:
         data: arrays, or structures (dict, tuple, list) of arrays, with equally many samples: NumPy arrays and memory
             maps, tensors, pandas' frames, and whatever else has a length and can be sliced. Or one
-            ``tf.data.Dataset``, the same on every rank: of single samples, before ``batch``; batches are taken as they
-            are, and the last one may be smaller on one rank. Or one ``keras.utils.PyDataset``, whose batches are taken.
+            ``tf.data.Dataset``, the same on every rank: of single samples, before ``batch``. One of batches is sharded
+            by batch, and the last batch may be smaller on one rank. Or one ``keras.utils.PyDataset``, which is sharded
+            by batch.
         drop_remainder: leave out the last ``n % size`` elements, because ranks that train must make the same number of
             steps. False for ``validation_data``: with ``hvdtrain.callbacks.distributed``, values are exact on parts of
             different lengths.
@@ -40,7 +41,7 @@ def shard_of(data: tuple[Any, ...], rank: int, size: int, *, drop_remainder: boo
     """As :func:`shard`, for a given rank."""
     datasets = [each for each in data if isinstance(each, tf.data.Dataset | keras.utils.PyDataset)]
     if datasets and len(data) > 1:
-        raise UsageError(f"a data set must be sharded alone: it has its targets. Received: {len(data)} arguments.")
+        raise UsageError(f"a data set must be sharded alone: it contains the targets. Received: {len(data)} arguments.")
     if not data:
         raise UsageError("shard needs data. Received: nothing.")
     if not datasets:

@@ -1,4 +1,4 @@
-"""The Source protocol: what the trainer needs of its input."""
+"""The Source protocol: what the trainer requires of its input."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,13 +19,16 @@ class BadSample:
     where: str
     """Human-readable: ``/data/a.tfrecord, record 17 at offset 1234 bytes``. Records are counted from 0."""
     cause: str
+    """Why it cannot be read or parsed."""
 
 
 class Source(Protocol):
     """Samples numbered from 0 to ``num_samples - 1``, readable by every rank."""
 
     @property
-    def num_samples(self) -> int: ...
+    def num_samples(self) -> int:
+        """The number of samples in an epoch, over all ranks."""
+
     @property
     def keeps_order(self) -> bool:
         """Whether the source has a fixed order: the plan must have ``shuffle=False``."""

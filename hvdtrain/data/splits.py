@@ -1,4 +1,4 @@
-"""The splits of a data set: training samples, and optionally evaluation samples; and the source of any samples."""
+"""The splits of a data set: training samples, and optionally evaluation samples. Converts samples to sources."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,14 @@ from hvdtrain.errors import UsageError
 class Data:
     """Training and evaluation samples, with the facts about them that a model may depend on.
 
-    Samples are sources, or what :func:`as_source` makes a source of.
+    Samples are sources, or anything that :func:`as_source` converts to one.
 
     Raises:
-        UsageError: there is no source for the samples.
+        UsageError: no source can read the samples.
     """
 
     training: Source
+    """The samples to train on."""
     evaluation: Source | None = None
     """None: no evaluation."""
     num_classes: int | None = None
@@ -39,12 +40,12 @@ class Data:
 
 
 def as_source(samples: Any) -> Source:
-    """The source of samples that Keras would take: a ``tf.data.Dataset``, a PyDataset, arrays or structures of them.
+    """A source of whatever Keras accepts: a ``tf.data.Dataset``, a PyDataset, arrays or structures of them.
 
     A tuple is x, y and the sample weights.
 
     Raises:
-        UsageError: there is none.
+        UsageError: no source can read the samples.
     """
     if hasattr(samples, "training_batches"):
         return samples

@@ -38,8 +38,8 @@ class Stream:
         num_samples: samples per epoch; None: all, counted in one pass if the cardinality is unknown. A
             pass that is shorter than this, or differs from the counted length, is an error.
         transform: maps one sample's ``x[, y[, sample_weight]]`` to the sample to train on.
-        batched: whether elements are batches, which are taken apart, because a step's batch is made of all ranks' (this
-            costs time: leave out ``batch``); None: if the length of the first dimension of all components is unknown.
+        batched: whether elements are batches. They are split into samples, which costs time: leave out ``batch`` if you
+            can. None: they are batches if the length of the first dimension of all components is unknown.
 
     Raises:
         UsageError: elements have another structure, the dataset is infinite and ``num_samples`` is None, or

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.downloads import cache_folder_of, local_copies
 from hvdtrain.data.pipeline import Augment, map_samples, output_spec, random_access_evaluation, random_access_training
 from hvdtrain.data.record_index import RecordIndex, UnreadableRecordError, cached_index, read_record
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
@@ -22,7 +23,6 @@ from hvdtrain.data.unpacking import is_packed, unpack, unpacked_path, unpacking_
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
-from hvdtrain.system import environment
 
 # The usual limit per process is 1,024; TensorFlow and MPI need some.
 _MAX_OPEN_FILES = 256
@@ -39,6 +39,7 @@ class _File:
     mtime_ns: int
     readable: Path
     """The file itself, or its unpacked copy."""
+    cache_folder: Path
 
 
 class TFRecords:
@@ -49,18 +50,19 @@ class TFRecords:
     once per host. Collective: all ranks must create this object, after ``hvdtrain.init()``.
 
     Args:
-        files: a path, a glob pattern, or a list of these; read in sorted order.
+        files: a path, a glob pattern, or a list of these; read in sorted order. Those that are URLs of an object store
+            are downloaded first, once per host.
         parse: maps a serialized record, a scalar string tensor, to ``(x, y)`` or ``(x, y, sample_weight)``.
         batched: ``parse`` takes a vector of records and returns batches, like ``tf.io.parse_example``;
             several times faster.
         augment: called during training as ``x, y = augment(x, y, seed)`` on single samples. ``seed``, int32
             of shape ``[2]``, is for ``tf.random.stateless_*`` and ``tf.image.stateless_random_*``; it
             depends only on the plan's seed, the epoch and the sample.
-        cache_dir: the cache folder (default: the user's).
+        cache_dir: the cache folder (default: the user's; beside the downloaded files if they are URLs).
 
     Raises:
-        UsageError: ``parse`` returns something else.
-        JobError: on every rank, if one finds no file, no record, or other files than rank 0.
+        UsageError: ``parse`` returns another structure.
+        JobError: on every rank, if one finds no file, no record, or files that differ from rank 0's.
     """
 
     keeps_order = False
@@ -82,10 +84,10 @@ class TFRecords:
         self._batched = batched
         self._augment = augment
         collectives = runtime.collectives()
-        cache_folder = environment.cache_dir() if cache_dir is None else Path(cache_dir)
-        self._files = on_every_rank(lambda: _find_files(files, cache_folder), collectives)
+        patterns = local_copies([files] if isinstance(files, str | Path) else list(files), collectives)
+        self._files = on_every_rank(lambda: _find_files(patterns, cache_dir), collectives)
         on_every_rank(lambda: _unpack(self._files) if collectives.local_rank == 0 else None, collectives)
-        indexes = on_first_rank(lambda: _index(self._files, cache_folder), collectives)
+        indexes = on_first_rank(lambda: _index(self._files), collectives)
         on_every_rank(lambda: _require_indexed(self._files, indexes), collectives)
         self.bad_samples = on_first_rank(lambda: _damaged(self._files, indexes), collectives)
         self._offsets = np.concatenate([index.offsets for index in indexes])
@@ -194,8 +196,7 @@ class _Descriptor:
             os.close(self.number)
 
 
-def _find_files(files: str | Path | Sequence[str | Path], cache_folder: Path) -> list[_File]:
-    patterns = [files] if isinstance(files, str | Path) else files
+def _find_files(patterns: Sequence[str | Path], cache_dir: str | Path | None) -> list[_File]:
     if not patterns:
         raise UsageError("files must name at least one file. Received: none")
     paths: set[Path] = set()
@@ -206,7 +207,7 @@ def _find_files(files: str | Path | Sequence[str | Path], cache_folder: Path) ->
         if not found:
             raise DataError(f"files must name at least one file. Received: {pattern}, which matches none")
         paths.update(found)
-    return [_open(path, cache_folder) for path in sorted(paths)]
+    return [_open(path, cache_folder_of(path) if cache_dir is None else Path(cache_dir)) for path in sorted(paths)]
 
 
 def _open(path: Path, cache_folder: Path) -> _File:
@@ -215,7 +216,7 @@ def _open(path: Path, cache_folder: Path) -> _File:
         readable = unpacked_path(path, cache_folder) if is_packed(path) else path
     except OSError as error:
         raise DataError(f"each file must be readable. Received: {path}: {error.strerror}") from error
-    return _File(path, status.st_size, status.st_mtime_ns, readable)
+    return _File(path, status.st_size, status.st_mtime_ns, readable, cache_folder)
 
 
 def _status(path: Path) -> os.stat_result:
@@ -233,11 +234,11 @@ def _unpack(files: list[_File]) -> None:
             unpack(file.path, file.readable)
 
 
-def _index(files: list[_File], cache_folder: Path) -> list[RecordIndex]:
+def _index(files: list[_File]) -> list[RecordIndex]:
     indexes = []
     for file in files:
         error = None if file.readable == file.path else unpacking_error(file.readable)
-        indexes.append(cached_index(file.path, cache_folder, file.readable, error))
+        indexes.append(cached_index(file.path, file.cache_folder, file.readable, error))
     if not any(len(index.offsets) for index in indexes):
         causes = ", ".join(f"{bad.where}: {bad.cause}" for bad in _damaged(files, indexes)[:_MAX_FILES_SHOWN])
         raise DataError(f"there must be at least one record. Received: {causes}")

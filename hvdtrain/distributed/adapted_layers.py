@@ -1,4 +1,4 @@
-"""Layers with an ``adapt`` method, such as Normalization: what they compute with is not only in their variables."""
+"""Layers with an ``adapt`` method, such as Normalization: not all of their state is in variables."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, bytes, np.ndarray, np.generic)
 
 
 def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
-    """Gives the layers of every rank the state of rank 0's; all ranks must call it, after they share variables.
+    """Copies the state of rank 0's layers to all ranks, which must call it after they share variables.
 
     Lookup tables, and attributes that are numbers, strings, arrays or lists of these: Keras' layers with ``adapt`` have
     no other state, and a user's own should have none.
@@ -44,7 +44,7 @@ def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
 
 
 def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, step: int) -> None:
-    """Compares what layers with ``adapt`` compute with; all ranks must call it.
+    """Compares the state of layers with ``adapt``; all ranks must call it.
 
     Raises:
         DivergenceError: on every rank, naming the rank, the layer and the attribute that differ.
@@ -64,7 +64,7 @@ def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, s
                 raise DivergenceError(
                     f"replicas must be equal. At step {step} {name} of layer {layer.name!r} of "
                     f"{ranks_text(others, hosts)} differs from the other ranks'. Adapt layers before "
-                    "hvdtrain.broadcast(model), on the same data or on any: all ranks then have rank 0's."
+                    "hvdtrain.broadcast(model), which copies rank 0's state to all ranks."
                 )
 
 

@@ -1,4 +1,4 @@
-"""Messages of bounded size: MPI counts elements in 32 bits, and Horovod sends a larger message wrong, silently."""
+"""Messages of bounded size: MPI counts elements in 32 bits, and Horovod silently corrupts larger messages."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -26,6 +26,14 @@ class Collectives(Protocol):
     @property
     def cross_size(self) -> int: ...
 
+    @property
+    def reduces(self) -> bool:
+        """Whether compiled steps must reduce: there are several ranks, or there may be later."""
+
+    @property
+    def may_change(self) -> bool:
+        """Whether other ranks may train together later: those of an elastic job."""
+
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Each array summed over ranks; shapes and dtypes must be the same on every rank."""
 
@@ -36,7 +44,7 @@ class Collectives(Protocol):
         """The collectives of the ranks on this rank's host, as :meth:`split` makes them."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> "Collectives":
-        """The collectives of this rank's group; those of a single process if it is in none, or alone in it.
+        """The collectives of this rank's group; those of a single process if it is in no group, or alone in one.
 
         All ranks must call it, with the same groups, which share no rank. Horovod must have been started with
         ``hvdtrain.init(process_sets=True)``.

@@ -1,4 +1,4 @@
-"""Gradient buckets: small gradients are reduced together. An allreduce of one takes as long as of a few hundred KiB."""
+"""Gradient buckets: small gradients are reduced together. Reducing one takes as long as a few hundred KiB."""
 
 import dataclasses
 from collections.abc import Sequence

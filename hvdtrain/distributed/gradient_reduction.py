@@ -66,7 +66,7 @@ def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
 
 
 def with_unique_rows(gradient: Gradient) -> Gradient:
-    """The same gradient with each row of a sparse one once; a dense one as it is.
+    """Adds up repeated rows of a sparse gradient; returns a dense one unchanged.
 
     A row that a batch uses twice is in an embedding's gradient twice, and one that two ranks use is in their
     concatenated gradients twice. Norms, and optimizers that square the gradient, need its sum.
@@ -93,7 +93,7 @@ def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
 def reduced_but_local(
     reduce: GradientReducer, gradients: Sequence[Gradient], is_local: Sequence[bool], share: float
 ) -> ReducedGradients:
-    """Reduces gradients but those of local variables, which are multiplied by this rank's share of the batch."""
+    """Reduces all gradients except those of local variables, which are multiplied by this rank's share of the batch."""
     shared = [gradient for gradient, local in zip(gradients, is_local, strict=True) if not local]
     reduced = iter(reduce(shared).gradients if shared else [])
 

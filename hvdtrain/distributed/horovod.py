@@ -22,14 +22,17 @@ from hvdtrain.distributed.gradient_reduction import (
 )
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.system import devices, environment, network
+from hvdtrain.system import devices, environment, network, versions
 from hvdtrain.system.launcher import Launcher
 
 
 class HorovodCollectives:
     """Ring allreduce and other collectives over MPI, NCCL or Gloo, whichever Horovod was started with."""
 
+    may_change = False
+
     def __init__(self, launcher: Launcher):
+        versions.check_horovod_distribution()
         # Imported here, not above: loading Horovod's library takes time and needs MPI's.
         import horovod.tensorflow as hvd
 
@@ -73,6 +76,10 @@ class HorovodCollectives:
     def cross_size(self) -> int:
         return self._hvd.cross_size()
 
+    @property
+    def reduces(self) -> bool:
+        return self.size > 1
+
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         arrays = [np.asarray(array) for array in arrays]
         if self.size == 1:
@@ -90,7 +97,7 @@ class HorovodCollectives:
         return totals
 
     def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        if self.size == 1:
+        if not self.reduces:
             return list(tensors)
         # Compiled, because only then does Horovod use the name: eager operations all share one, and two threads
         # that use it at the same time fail.
@@ -176,7 +183,7 @@ class HorovodCollectives:
             ends = np.cumsum(np.clip(sizes - start, 0, end - start))
             for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
                 each += part.data
-        # Not all of them twice.
+        # One by one, so that memory never holds all of them twice.
         return [pickle.loads(received.pop(0)) for _ in range(self.size)]
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
@@ -208,14 +215,14 @@ class HorovodCollectives:
         self.sum([np.zeros(1, np.float32)])
 
     def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
-        if self.size == 1:
+        if not self.reduces:
             return single_rank_reducer(config)
         hvd = self._hvd
         compressor = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.compression]
         if config.op == "adasum":
             return self._adasum_reducer(compressor)
         reduce_op = {"average": hvd.Average, "sum": hvd.Sum}[config.op]
-        divisor = self.size if config.op == "average" else 1
+        averages = config.op == "average"
         name = ""
 
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
@@ -237,7 +244,7 @@ class HorovodCollectives:
                     self._allreduce(each, reduce_op, f"{name}_{i}", compression=compressor)
                     for i, each in enumerate(packed)
                 ]
-            gathered = [self._gather_slices(gradients[i], divisor, f"{name}_rows_{i}") for i in sparse]
+            gathered = [self._gather_slices(gradients[i], averages, f"{name}_rows_{i}") for i in sparse]
 
             def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
                 found = dict(zip(dense, layout.unpack(buckets[: len(packed)]), strict=True))
@@ -254,15 +261,19 @@ class HorovodCollectives:
         self._num_reducers += 1
         return f"hvdtrain_gradients_{self._num_reducers}"
 
-    def _gather_slices(self, own: tf.IndexedSlices, divisor: int, name: str) -> tf.IndexedSlices:
-        """The sum over ranks of a sparse gradient, divided by ``divisor``; each row once."""
+    def _num_ranks(self) -> int | tf.Tensor:
+        """The number of ranks, when a compiled step runs."""
+        return self.size
+
+    def _gather_slices(self, own: tf.IndexedSlices, averages: bool, name: str) -> tf.IndexedSlices:
+        """The mean or the sum over ranks of a sparse gradient; each row once."""
         own = with_unique_rows(own)  # fewer rows to send
         is_bfloat16 = own.values.dtype == tf.bfloat16
         values = self._hvd.allgather(
             tf.cast(own.values, tf.float32) if is_bfloat16 else own.values, name=f"{name}_values", **self._call_options
         )
         rows = self._hvd.allgather(own.indices, name=f"{name}_indices", **self._call_options)
-        values = tf.cast(values, own.values.dtype) / divisor
+        values = tf.cast(values, own.values.dtype) / tf.cast(self._num_ranks() if averages else 1, own.values.dtype)
         return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
 
     def _adasum_reducer(self, compressor: Any) -> GradientReducer:

@@ -40,7 +40,7 @@ def _is_default(optimizer: keras.optimizers.Optimizer) -> bool:
 
 @functools.cache
 def _default_config() -> dict[str, Any]:
-    """Of the optimizer that compile() makes without an argument."""
+    """The configuration of the optimizer that compile() creates without an argument."""
     return {**keras.optimizers.RMSprop(name="default").get_config(), "name": None}
 
 

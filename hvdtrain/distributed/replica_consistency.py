@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> None:
-    """Gives every rank rank 0's variables of the model and its optimizer; call it before the first step.
+    """Copies rank 0's variables of the model and its optimizer to all ranks; call it before the first step.
 
     Builds the optimizer. Layers with ``adapt`` (Normalization, StringLookup, …) get rank 0's state, lookup tables
     included. Each rank keeps random streams of its own, derived from rank 0's: those of the model's seed generators
@@ -112,7 +112,7 @@ def structure(model: keras.Model) -> dict[str, str]:
 
 
 def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:
-    """Averages what training updates other than by gradients, such as BatchNorm's moving statistics.
+    """Averages weights that training does not update by gradients, such as BatchNorm's moving statistics.
 
     Only float weights that differ between ranks are changed: frozen ones stay bit-identical. Counters are combined as
     by :func:`share_counters`.
@@ -126,10 +126,10 @@ def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple
 
 
 def share_counters(model: keras.Model, collectives: Collectives) -> None:
-    """Gives all ranks the same integer state, and what was made with ``aggregation="sum"``; all ranks must call it.
+    """Synchronizes integer weights, and weights with ``aggregation="sum"``; all ranks must call it.
 
-    What differs between ranks, or is to be summed, becomes its last common value plus the changes of all ranks, as
-    one process counts. With ``aggregation="only_first_replica"`` it becomes rank 0's.
+    A weight that differs between ranks, or is to be summed, becomes its last common value plus the changes of all
+    ranks, as one process would count. With ``aggregation="only_first_replica"`` it becomes rank 0's.
     """
     counters = _counters(model)
     if collectives.size == 1 or not counters:
@@ -187,10 +187,12 @@ def shared_statistics(model: keras.Model, collectives: Collectives) -> Iterator[
 def restored(own: Sequence[tuple[keras.Variable, np.ndarray | tf.Tensor]]) -> Iterator[None]:
     """Restores this rank's own values of averaged variables after the block, unless others were assigned in it."""
     averaged = [host_array(variable) for variable, _ in own]
-    yield
-    for (variable, value), before in zip(own, averaged, strict=True):
-        if np.array_equal(host_array(variable), before):
-            variable.assign(value)
+    try:
+        yield
+    finally:
+        for (variable, value), before in zip(own, averaged, strict=True):
+            if np.array_equal(host_array(variable), before):
+                variable.assign(value)
 
 
 def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> set[int]:

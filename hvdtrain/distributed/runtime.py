@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
@@ -18,15 +19,25 @@ class Topology:
     """The place of this rank among all ranks."""
 
     rank: int
+    """This rank's number, from 0."""
     size: int
+    """The number of ranks of the job."""
     local_rank: int
+    """This rank's number on its host, from 0."""
     local_size: int
+    """The number of ranks on this host."""
     cross_rank: int
+    """The number of this host among those that have a rank with this local_rank, from 0."""
     cross_size: int
+    """The number of hosts that have a rank with this local_rank."""
     host: str
+    """The name of this host."""
     device: str
+    """The device that this rank computes on."""
     threads: int
+    """The number of threads that an operation may use."""
     launcher: str
+    """What started this rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Runtime:
     topology: Topology
     collectives: Collectives
     process_sets: bool = False
-    """Whether Horovod was started with them."""
+    """Whether Horovod was started with process sets."""
 
 
 _runtime: Runtime | None = None
@@ -50,17 +61,17 @@ def init(
     timeline: str | None = None,
     process_sets: bool = False,
 ) -> Topology:
-    """Starts Horovod and gives this rank its GPU, its share of the cores and its seeds.
+    """Starts Horovod, assigns this rank a GPU and a share of the cores, and sets its seeds.
 
-    Call it first, before TensorFlow computes anything. A second call returns what the first one made.
+    Call it first, before TensorFlow computes anything. A second call returns the result of the first.
 
     Args:
-        seed: for Keras, NumPy and Python, the same on every rank; None leaves them alone.
+        seed: for Keras, NumPy and Python, the same on every rank; None: no seed is set.
         threads: compute threads of this rank; None: a fair share of the host's cores. A step that calls a
             ``tf.function`` from a ``tf.py_function`` needs 2.
         deterministic: make runs bit-identical, at the cost of speed.
         timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
-        process_sets: whether some of the ranks will average among themselves (:func:`process_set`).
+        process_sets: whether :func:`process_set` will be called.
 
     Raises:
         UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
@@ -87,8 +98,18 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None, proce
     if timeline is not None:
         environment.enable_timeline(timeline)
     launcher = environment.launcher()
-    environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=devices.has_gpu())
-    collectives = HorovodCollectives(launcher)
+    collectives: Collectives
+    if environment.elastic_job() is not None:
+        if not environment.has_joined():
+            raise UsageError(
+                "elastic jobs train with python -m hvdtrain. Received: another program, each process of which would "
+                "train alone. Start it by horovodrun or mpirun."
+            )
+        environment.choose_settings_for_restarts(deterministic=deterministic)
+        collectives = ElasticCollectives(launcher)
+    else:
+        environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=devices.has_gpu())
+        collectives = HorovodCollectives(launcher)
     device = devices.configure_devices(collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores)
     topology = Topology(
         rank=collectives.rank,
@@ -106,16 +127,16 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None, proce
 
 
 def process_set(ranks: Sequence[int]) -> Collectives:
-    """What some of the ranks average with among themselves: pass it as ``collectives`` to what shall use it.
+    """The collectives of some of the ranks; pass them as ``collectives`` to average over these ranks only.
 
-    All ranks must call it with the same ranks; a rank that is not among them receives the collectives of a single
-    process, so that it trains alone.
+    All ranks must call it with the same ranks; a rank outside the set receives the collectives of a single process, so
+    that it trains alone.
 
     Args:
-        ranks: at least two different ones.
+        ranks: at least two different ranks.
 
     Raises:
-        UsageError: the ranks break that rule, or ``hvdtrain.init`` was called without ``process_sets=True``.
+        UsageError: there are fewer or unknown ranks, or ``hvdtrain.init`` was called without ``process_sets=True``.
     """
     runtime = current()
     size = runtime.collectives.size

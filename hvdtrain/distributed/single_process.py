@@ -24,9 +24,14 @@ class SingleProcessCollectives:
     local_size = 1
     cross_rank = 0
     cross_size = 1
+    may_change = False
 
     def __init__(self, rank: int = 0):
         self.rank = rank
+
+    @property
+    def reduces(self) -> bool:
+        return self.size > 1
 
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.array(array) for array in arrays]

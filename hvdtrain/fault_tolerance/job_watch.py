@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.channel import open_channel
@@ -15,6 +15,15 @@ from hvdtrain.system.background import run_with_timeout
 
 if TYPE_CHECKING:
     from hvdtrain.distributed.collectives import Collectives
+
+
+class Monitor(Protocol):
+    """What a job watch needs of its thread."""
+
+    def close(self, *, ends_process: bool = False) -> None: ...
+    def request_stop(self, reason: str) -> None: ...
+    def fail(self, code: int) -> None: ...
+    def wait_for_end(self, timeout_s: float) -> None: ...
 
 
 class JobWatch:
@@ -53,7 +62,7 @@ class JobWatch:
         self._stop_point = StopPoint()
         self._position = Position()
         self._exit_actions: list[Callable[[], None]] = []
-        self._monitor: MonitorThread | None = None
+        self._monitor: Monitor | None = None
 
     def start(self) -> None:
         """Connects the ranks. Collective: all ranks must call it.
@@ -63,7 +72,7 @@ class JobWatch:
         Raises:
             JobError: on all ranks, if one cannot connect to rank 0.
         """
-        self._monitor = MonitorThread(
+        monitor = MonitorThread(
             self._collectives.rank,
             open_channel(self._collectives),
             stop_point=self._stop_point,
@@ -72,7 +81,8 @@ class JobWatch:
             stall_timeout_s=self._stall_timeout_s,
             clock=self._clock,
         )
-        self._monitor.start()
+        monitor.start()
+        self._monitor = monitor
 
     def close(self, *, ends_process: bool = False) -> None:
         """Disconnects from the other ranks and restores signal handlers. Call it from the thread that called start.

@@ -60,7 +60,7 @@ def end_job(
             watch.close(ends_process=True)
         raise SystemExit(code)
     if watch is not None:
-        watch.wait_for_cause(_CAUSE_S if _is_secondary(error) else 0.0)
+        watch.wait_for_cause(_CAUSE_S if is_secondary(error) else 0.0)
     where = "" if step is None else f" at step {step}"
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     # Messages of hvdtrain's errors are self-contained; other errors need their traceback.
@@ -71,6 +71,6 @@ def end_job(
     os._exit(code)
 
 
-def _is_secondary(error: Exception) -> bool:
+def is_secondary(error: Exception) -> bool:
     """Whether Horovod may have raised the error because another rank ended."""
     return not isinstance(error, HvdtrainError) and "Horovod" in f"{type(error).__name__}: {error}"

@@ -49,6 +49,14 @@ class StopPoint:
             self._is_pending = False
             self._changed.notify_all()
 
+    def restart(self) -> None:
+        """Begins to count anew: all ranks have stopped at a check, and continue together."""
+        with self._changed:
+            self._passed = 0
+            self._is_pending = False
+            self._decision = None
+            self._changed.notify_all()
+
     def withdraw(self) -> int:
         """Unblocks the main thread when no decision can follow; returns the number of checks passed.
 

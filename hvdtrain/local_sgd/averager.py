@@ -104,7 +104,7 @@ class ParameterAverager:
         self.total_staleness_steps = 0
         """Sum over rounds of the steps made between sending and merging."""
         self.max_staleness_steps = 0
-        """Maximum over rounds of the same."""
+        """Maximum over rounds of the steps made between sending and merging."""
         self.total_steps = 0
         """Steps of all ranks in all completed rounds."""
         self.total_samples = 0

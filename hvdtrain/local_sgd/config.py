@@ -60,8 +60,8 @@ class LocalSGDConfig(Config):
                     )
         if self.in_background and self.average_slots == "average":
             raise UsageError(
-                "--overlap and --wait-free keep slot variables: Adam's second moments, which must be positive, would "
-                "not stay so when a late average is added to them. Received: --average-slots average. Use keep."
+                "--overlap and --wait-free need --average-slots keep: a late average could make Adam's second moments "
+                "negative. Received: --average-slots average."
             )
         if self.wait_free and self.average_across == "host":
             raise UsageError(

@@ -10,7 +10,7 @@ from hvdtrain.errors import NonFiniteError
 
 
 def are_finite(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether all elements are."""
+    """Whether all elements are finite."""
     return all(bool(tf.reduce_all(tf.math.is_finite(each))) for each in tensors)
 
 

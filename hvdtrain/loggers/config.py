@@ -1,10 +1,11 @@
-"""Options of what a run reports."""
+"""Options of logging."""
 
 import dataclasses
 
 from cyclopts import Parameter
 
 from hvdtrain.config.fields import Config, help_group, require
+from hvdtrain.loggers.names import logger_names
 
 
 @Parameter(name="*", group=help_group("Logging"))
@@ -13,16 +14,19 @@ class LoggingConfig(Config):
     """What a run reports, and how often."""
 
     log_every: int = 10
-    """Steps between log lines."""
+    """Steps between log lines. Unless it is set, about one line a second is printed; metrics.jsonl holds all."""
     histograms_every: int = 0
     """Steps between histograms of weights, gradients and activations in TensorBoard; 0: none."""
     profile_steps: str | None = None
     """First and last step to profile with TensorFlow's profiler, as A:B."""
+    loggers: str | None = None
+    """Further loggers, separated by commas: csv (train.csv and eval.csv), mlflow, wandb."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "log_every", lambda value: value >= 1, "at least 1")
         require(self, "histograms_every", lambda value: value >= 0, "at least 0")
+        logger_names(self.loggers)
         require(self, "profile_steps", _is_step_range, "two steps, first:last, the first at least 1")
 
     @property

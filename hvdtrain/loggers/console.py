@@ -1,5 +1,6 @@
 """Logs a run as lines on the console."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,19 @@ from hvdtrain.loggers.reporter import Reporter, RunShape
 
 
 class ConsoleReporter(Reporter):
-    """Prints one line per event and a table of results at the end."""
+    """Prints one line per event and a table of results at the end.
 
-    def __init__(self, stream: TextIO | None = None):
+    Args:
+        stream: where to print (default: standard output).
+        min_interval_s: seconds between two log lines. Those in between are not printed, except for the last one and
+            one that belongs to an evaluation; other events always are.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, min_interval_s: float = 0.0):
         self._stream = stream or sys.stdout
+        self._min_interval_s = min_interval_s
+        self._next_line_s = -math.inf
+        self._held: tuple[int, str] | None = None
 
     def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
         for name, value in facts.items():
@@ -23,15 +33,22 @@ class ConsoleReporter(Reporter):
         self._event(step, f"resumed from {path}")
 
     def progressed(self, step: int, values: Mapping[str, float]) -> None:
-        self._event(step, values_text(values))
+        self._held = (step, _event_line(step, values_text(values)))
+        now_s = time.monotonic()
+        if now_s >= self._next_line_s:
+            self._next_line_s = now_s + self._min_interval_s
+            self._print_held()
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        if self._held is not None and self._held[0] == step:
+            self._print_held()
         self._event(step, f"evaluation: {values_text(values)}")
 
     def warned(self, step: int, text: str) -> None:
         self._event(step, f"warning: {text}")
 
     def finished(self, summary: Mapping[str, Any]) -> None:
+        self._print_held()
         self._line(f"done: {summary['steps']} steps on {summary['ranks']} rank(s) in {summary['wall_seconds']:.1f} s")
         for name, value in _rows(summary):
             self._line(f"  {name:<15}  {value}")
@@ -39,19 +56,31 @@ class ConsoleReporter(Reporter):
             self._line(f"evaluation: {values_text(summary['eval'])}")
         self._line(f"weights_sha256: {summary['weights_sha256']} (equal on all ranks)")
 
-    def already_complete(self, steps: int, path: Path) -> None:
+    def already_complete(self, steps: int, path: Path | str) -> None:
         self._line(
             f"run already complete: {path}, {steps} steps. Nothing was trained. To continue, increase --steps or "
             "--epochs; to train from scratch, use another --run-dir."
         )
 
+    def close(self) -> None:
+        self._print_held()
+
+    def _print_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._line(held[1])
+
     def _event(self, step: int, text: str) -> None:
-        self._line(f"{time.strftime('%H:%M:%S')}  step {step}  {text}")
+        self._line(_event_line(step, text))
 
     def _line(self, text: str) -> None:
         # One write: launchers tag and interleave the output of ranks line by line.
         self._stream.write(text + "\n")
         self._stream.flush()
+
+
+def _event_line(step: int, text: str) -> str:
+    return f"{time.strftime('%H:%M:%S')}  step {step}  {text}"
 
 
 def values_text(values: Mapping[str, float]) -> str:
@@ -77,6 +106,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{skew['slowest_rank']} (host {skew['slowest_host']}): last in {_percent(skew['slowest_share'])} "
             f"of steps, {skew['ratio']:.2f} times the median",
         )
+    if sizes := summary.get("rank_batch_sizes"):
+        yield "batch sizes", f"{', '.join(map(str, sizes))} (by rank)"
     skipped = [
         *_counted(summary.get("skipped_steps"), "step", "not finite"),
         *_counted(summary.get("bad_samples"), "sample", "unreadable"),

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -10,26 +11,42 @@ from typing import Any
 
 from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.system.atomic_files import replaced_on_success, require_regular
+from hvdtrain.system.json_files import object_in
 
 
 class JsonLinesReporter(Reporter):
-    """Appends one JSON object per event to a file."""
+    """Appends one JSON object per event to a file.
+
+    Each has ``event`` and ``time``, the seconds since 1970. Those of training and evaluation have ``step``, loss and
+    metrics, and in a run also:
+
+    - ``epoch``: epochs made, with the fraction of the current one.
+    - ``samples``: samples trained on so far, over all ranks and epochs.
+    - ``elapsed_seconds``: time spent on training so far, evaluations, saving and compiling included. A resumed run
+      continues with the value of the last line before the checkpoint: neither the time between two starts counts, nor
+      that of steps which were lost and repeated.
+
+    Lines of earlier versions lack these three.
+    """
 
     def __init__(self, path: Path):
         self._path = path
+        self._shape: RunShape | None = None
+        self._start_s = 0.0
 
     def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
-        self._remove_lines_after(shape.resumed_step)
+        self._shape = shape
+        self._start_s = time.monotonic() - self._remove_lines_after(shape.resumed_step)
         self._append("start", facts)
 
     def resumed(self, step: int, path: Path) -> None:
         self._append("resume", {"step": step, "checkpoint": str(path)})
 
     def progressed(self, step: int, values: Mapping[str, float]) -> None:
-        self._append("train", {"step": step, **values})
+        self._append("train", {**self._place(step), **values})
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        self._append("eval", {"step": step, **values})
+        self._append("eval", {**self._place(step), **values})
 
     def warned(self, step: int, text: str) -> None:
         self._append("warning", {"step": step, "text": text})
@@ -37,13 +54,29 @@ class JsonLinesReporter(Reporter):
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._append("end", {"step": summary["steps"]})
 
-    def _remove_lines_after(self, step: int) -> None:
-        """Removes the lines of steps that will run, and be logged, again."""
+    def _place(self, step: int) -> dict[str, float]:
+        """A step's position in the run."""
+        if self._shape is None:
+            return {"step": step}
+        return {
+            "step": step,
+            "epoch": self._shape.epochs(step),
+            "samples": self._shape.samples(step),
+            "elapsed_seconds": time.monotonic() - self._start_s,
+        }
+
+    def _remove_lines_after(self, step: int) -> float:
+        """Removes the lines of steps that will run, and be logged, again; returns the seconds elapsed before them."""
         require_regular(self._path)
-        if self._path.exists():
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            with replaced_on_success(self._path) as aside:
-                aside.write_bytes(b"".join(line for line in lines if _is_logged_by(line, step)))
+        if not self._path.exists():
+            return 0.0
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        # A line that is not an object is incomplete: its process was killed while writing it.
+        events = [(line, event) for line in lines if (event := object_in(line)) is not None and _is_up_to(event, step)]
+        with replaced_on_success(self._path) as aside:
+            aside.write_bytes(b"".join(line for line, _ in events))
+        elapsed = [event.get("elapsed_seconds") for _, event in events]
+        return max((value for value in elapsed if isinstance(value, int | float) and math.isfinite(value)), default=0.0)
 
     def _append(self, event: str, values: Mapping[str, Any]) -> None:
         line = (json.dumps({"event": event, "time": time.time(), **values}) + "\n").encode()
@@ -59,11 +92,6 @@ class JsonLinesReporter(Reporter):
                 raise
 
 
-def _is_logged_by(line: bytes, step: int) -> bool:
-    """False also for a line that is not an event: the process may have been killed while writing it."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    its_step = event.get("step", 0) if isinstance(event, dict) else None
+def _is_up_to(event: Mapping[str, Any], step: int) -> bool:
+    its_step = event.get("step", 0)
     return isinstance(its_step, int | float) and its_step <= step

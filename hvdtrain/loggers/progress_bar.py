@@ -12,6 +12,7 @@ from rich.text import Text
 from hvdtrain.loggers.console import ConsoleReporter, values_text
 from hvdtrain.loggers.reporter import RunShape
 
+_LINE_INTERVAL_S = 1.0
 # The second line shows loss and metrics only.
 _NOT_SHOWN = ("learning_rate", "gradient_norm", "examples/s", "s/batch")
 
@@ -69,6 +70,12 @@ class ProgressBarReporter(ConsoleReporter):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def console_reporter(is_terminal: bool) -> ConsoleReporter:
-    """Returns a reporter with a progress bar for terminals, or one with plain lines for files and batch systems."""
-    return ProgressBarReporter() if is_terminal else ConsoleReporter()
+def console_reporter(is_terminal: bool, *, prints_every_line: bool = True) -> ConsoleReporter:
+    """Returns a reporter with a progress bar for terminals, or one with plain lines for files and batch systems.
+
+    Args:
+        prints_every_line: False: about a log line a second, however often the run logs.
+    """
+    if is_terminal:
+        return ProgressBarReporter()
+    return ConsoleReporter(min_interval_s=0.0 if prints_every_line else _LINE_INTERVAL_S)

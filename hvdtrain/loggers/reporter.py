@@ -19,6 +19,19 @@ class RunShape:
     total_steps: int
     steps_per_epoch: int
     resumed_step: int = 0
+    global_batch_size: int = 0
+    """Samples in a step, over all ranks."""
+    samples_per_epoch: int = 0
+    """Samples that an epoch trains on; the last step of an epoch may have fewer than the others."""
+
+    def epochs(self, step: int) -> float:
+        """Epochs made after a step, the fraction of the current one included."""
+        return step / self.steps_per_epoch
+
+    def samples(self, step: int) -> int:
+        """Samples trained on up to a step, over all ranks and epochs."""
+        full_epochs, rest = divmod(step, self.steps_per_epoch)
+        return full_epochs * self.samples_per_epoch + rest * self.global_batch_size
 
 
 class Reporter:
@@ -58,8 +71,8 @@ class Reporter:
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Called once, after the last step."""
 
-    def already_complete(self, steps: int, path: Path) -> None:
-        """Called instead of all other events if the run in this folder has already completed all steps."""
+    def already_complete(self, steps: int, path: Path | str) -> None:
+        """Called instead of all other events if the run with this path or URL has already completed all steps."""
 
     def close(self) -> None:
         """Called last, also after an error. Further calls have no effect."""
@@ -68,8 +81,8 @@ class Reporter:
 class CompositeReporter(Reporter):
     """Forwards each event to several reporters, in order.
 
-    A full disk, or a console that nobody reads any more, costs log lines, not the run: if a reporter cannot write, a
-    message is printed once and training continues.
+    If a reporter cannot write (the disk is full, or the console is closed), a message is printed once and training
+    continues.
     """
 
     def __init__(self, reporters: Sequence[Reporter]):
@@ -106,7 +119,7 @@ class CompositeReporter(Reporter):
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._forward("finished", summary)
 
-    def already_complete(self, steps: int, path: Path) -> None:
+    def already_complete(self, steps: int, path: Path | str) -> None:
         self._forward("already_complete", steps, path)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ def DistributedOptimizer(
         compression: ``none``, or ``fp16`` to send half the bytes in half precision.
         groups: number of gradient buckets; None: large gradients alone, small ones together.
         sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
-        collectives: what to reduce with (default: those of ``hvdtrain.init()``).
+        collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
 
     Raises:
         UsageError: an option breaks its rule, or the optimizer is distributed already.
@@ -71,15 +71,16 @@ def PartialDistributedOptimizer(
     local_layers: Sequence[keras.layers.Layer | keras.Variable],
     **options: Any,
 ) -> keras.optimizers.Optimizer:
-    """A :func:`DistributedOptimizer` that averages the gradients of all variables but those of some layers.
+    """A :func:`DistributedOptimizer` that averages the gradients of all layers except local ones.
 
-    Each rank trains its own values of them, by its own samples' share of the gradient over the whole batch: for layers
-    that only this rank's samples pass through. For ``model.fit`` and loops of your own. ``hvdtrain.broadcast`` makes
-    them equal too: give them other values after it. A checkpoint holds rank 0's; save those of other ranks on these.
+    Each rank trains its own values of local layers, through which only its own samples pass, by their share of the
+    gradient over the whole batch. Use it with ``model.fit`` or in a loop of your own. ``hvdtrain.broadcast`` makes
+    local layers equal too: assign other values after it. A checkpoint holds rank 0's values; save those of other ranks
+    there.
 
     Args:
         local_layers: layers, or single variables; they may be built later.
-        options: those of :func:`DistributedOptimizer`.
+        options: as for :func:`DistributedOptimizer`.
 
     Raises:
         UsageError: as :func:`DistributedOptimizer`; or the optimizer clips by the norm of all gradients, which would
@@ -112,7 +113,7 @@ def require_distributed(
     """Makes a trainer's optimizer distributed unless it is.
 
     Raises:
-        UsageError: it does not accumulate as many micro-batches as the trainer makes of a step.
+        UsageError: it accumulates another number of micro-batches than the trainer makes per step.
     """
     for leaf in leaves(optimizer):
         hooks = gradient_hooks(leaf)

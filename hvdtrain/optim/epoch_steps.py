@@ -45,7 +45,7 @@ class EpochSteps:
         """
         parts = tf.nest.flatten(data, expand_composites=True)
         with tf.control_dependencies([each for each in parts if tf.is_tensor(each)]):
-            # A variable, for TensorFlow would send a constant without waiting for a batch.
+            # A variable, because TensorFlow would send a constant without waiting for a batch.
             has_ended = self._has_batch.read_value()
         checks = [has_ended]
         if self.ends_together:

@@ -9,6 +9,7 @@ by its share of the count of all ranks, which are summed in the forward pass.
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ class LossScope:
     """Whether XLA compiles the forward pass, so that ranks cannot communicate in it."""
 
 
+_all_checks_left: list["weakref.ref[tf.Variable]"] = []
 _scope: contextvars.ContextVar[LossScope | None] = contextvars.ContextVar("hvdtrain_loss_scope", default=None)
 
 
@@ -52,7 +54,7 @@ def loss_scope() -> LossScope | None:
 @contextlib.contextmanager
 def losses_over_ranks(scope: LossScope) -> Iterator[None]:
     """Combines the losses that are computed in the block over ranks."""
-    token = _scope.set(scope if scope.collectives.size > 1 else None)
+    token = _scope.set(scope if scope.collectives.reduces else None)
     try:
         yield
     finally:
@@ -178,6 +180,7 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
     if "hvdtrain_checks_left" not in vars(loss):
         with tf.init_scope(), tf.device("CPU"):
             vars(loss)["hvdtrain_checks_left"] = tf.Variable(_NUM_CHECKS, trainable=False)
+            _all_checks_left.append(weakref.ref(vars(loss)["hvdtrain_checks_left"]))
     checks_left = vars(loss)["hvdtrain_checks_left"]
     batch_size = tf.shape(tf.nest.flatten(y_pred)[0])[0]
     half = batch_size // 2
@@ -205,6 +208,13 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
     return tf.cond(checks_left > 0, check, lambda: tf.constant(False))
 
 
+def end_checks() -> None:
+    """Ends the checks of all losses: ranks that have made different numbers of them are about to train together."""
+    for reference in _all_checks_left:
+        if (checks_left := reference()) is not None:
+            checks_left.assign(0)
+
+
 def _message(loss: Any) -> str:
     return (
         f"{_NOT_A_MEAN}. Received: {loss.name}, for which the mean of the losses of two halves of a batch differs from "
@@ -213,7 +223,7 @@ def _message(loss: Any) -> str:
 
 
 def loss_error(error: BaseException) -> UsageError | None:
-    """The error to raise if a step raised this because of a loss that is no mean over samples; otherwise None."""
+    """The error to raise if a step raised this because of a loss that is not a mean over samples; otherwise None."""
     text = str(error)
     if not isinstance(error, tf.errors.InvalidArgumentError) or _NOT_A_MEAN not in text:
         return None

@@ -10,15 +10,18 @@ from hvdtrain.distributed.config import ReductionConfig
 
 
 class DistributedGradientTape:
-    """A ``tf.GradientTape`` whose gradients are averaged over all ranks; apply them by a plain optimizer.
+    """A ``tf.GradientTape`` whose gradients are averaged over all ranks; apply them with a plain optimizer.
 
     ``with hvdtrain.DistributedGradientTape() as tape:`` replaces ``with tf.GradientTape() as tape:``; or wrap a tape
     after its block, as with Horovod: ``tape = hvdtrain.DistributedGradientTape(tape)``.
 
     Args:
         tape: the tape to wrap (default: a new one).
-        op, compression, groups, sparse_as_dense: as for :func:`~hvdtrain.DistributedOptimizer`.
-        collectives: what to reduce with (default: those of ``hvdtrain.init()``).
+        op: as for :func:`~hvdtrain.DistributedOptimizer`, as are the next three options.
+        compression: of gradients on the network.
+        groups: number of gradient buckets.
+        sparse_as_dense: reduce the gradients of embeddings as dense tensors.
+        collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
 
     Raises:
         UsageError: an option breaks its rule.
@@ -39,7 +42,7 @@ class DistributedGradientTape:
         self._reduce = (collectives or runtime.current().collectives).gradient_reducer(config)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """The gradients in the structure of ``sources``, reduced; None where there is none. All ranks must call it."""
+        """The reduced gradients, in the structure of ``sources``; None where there is none. All ranks must call it."""
         gradients = self._tape.gradient(target, sources, output_gradients)
         flat = tf.nest.flatten(gradients)
         found = [i for i, each in enumerate(flat) if each is not None]

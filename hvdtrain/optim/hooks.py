@@ -67,10 +67,9 @@ def synchronize_batch_normalization(
     ``tf.distribute`` and reduces nothing between Horovod's ranks. One collective per layer forward, one backward.
 
     Args:
-        model: a built model; its layers are changed in place, and a saved model holds no trace of it but
-            ``synchronized=True``.
+        model: a built model; its layers are changed in place, and a saved model shows only ``synchronized=True``.
         all_layers: False: only layers made with ``synchronized=True``.
-        collectives: what to reduce with (default: those of ``hvdtrain.init()``).
+        collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
         sample_weight: while a step is traced, the weight of this rank's samples; 0 leaves them out.
 
     Returns:
@@ -89,7 +88,7 @@ def synchronize_batch_normalization(
     return len(layers)
 
 
-# Steps 2 and 3: losses that are no mean over samples.
+# Steps 2 and 3: losses that are not a mean over samples.
 
 _compute_loss_here = keras.losses.Loss.__call__
 _make_train_function_here = keras.Model.make_train_function
@@ -315,7 +314,7 @@ def _check_finite_on_every_rank(self: Any, gradients: list[tf.Tensor]) -> tf.Ten
     """
     finite = _check_finite_here(self, gradients)
     hooks = gradient_hooks(self)
-    if hooks is None or hooks.collectives.size == 1:
+    if hooks is None or not hooks.collectives.reduces:
         return finite
     return hooks.collectives.all_true(finite)
 

@@ -17,7 +17,7 @@ def replaced_on_success(
     """Yields a temporary path for a file or folder, which is renamed to ``path`` unless the block raises.
 
     Args:
-        aside: the temporary path, in the same folder (default: ``.writing-NAME``, which keeps the suffix, as some
+        aside: the temporary path, on the same disk (default: ``.writing-NAME``, which keeps the suffix, as some
             writers require; see :func:`is_temporary`).
         verify: called with the temporary path after it is synced to disk; raises to reject it.
     """

@@ -3,7 +3,9 @@
 import contextlib
 import math
 import os
+import socket
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -52,6 +54,20 @@ def prepare_environment() -> None:
     os.environ.update(environment_defaults(os.environ, sys.prefix))
 
 
+def launch_environment() -> dict[str, str]:
+    """The environment for a launcher that this process starts."""
+    env = dict(os.environ)
+    folders = env.get("PATH", os.defpath).split(os.pathsep)
+    # Where the environment of this Python was not activated, its mpirun and its python are not on PATH.
+    scripts = sysconfig.get_path("scripts")
+    if os.path.realpath(scripts) not in map(os.path.realpath, folders):
+        folders.insert(0, scripts)
+    env["PATH"] = os.pathsep.join(folders)
+    if os.geteuid() == 0:
+        env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
+    return env
+
+
 @contextlib.contextmanager
 def horovod_start_environment(started_by: Launcher) -> Iterator[None]:
     """The variables that Horovod reads while it starts.
@@ -95,9 +111,79 @@ def set_gloo_timeout(stall_timeout_s: float) -> None:
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(stall_timeout_s or 86400) + 60))
 
 
+def set_gloo_timeout_of_restarts() -> None:
+    """Limits how long Gloo waits for a rank in an elastic job; call it before Horovod starts again.
+
+    A collective that begins while its connections are cut may miss that (Gloo waits for an event that has happened).
+    A rank that is suspended for longer costs the others another generation, and no result.
+    """
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "3"
+
+
 def enable_timeline(path: str) -> None:
     """Makes Horovod write its timeline to a file; call it before Horovod starts."""
     os.environ["HOROVOD_TIMELINE"] = path
+
+
+def elastic_job() -> tuple[str, str] | None:
+    """Where the coordinator of an elastic job listens, ``host:port``, and the job's token; None in other jobs."""
+    endpoint = os.environ.get("HVDTRAIN_ELASTIC")
+    return None if not endpoint else (endpoint, os.environ.get("HVDTRAIN_ELASTIC_TOKEN", ""))
+
+
+def elastic_token() -> str | None:
+    """The token of an elastic job, if it was chosen by whoever starts the job."""
+    return os.environ.get("HVDTRAIN_ELASTIC_TOKEN")
+
+
+def elastic_variables(endpoint: str, token: str) -> dict[str, str]:
+    """What makes a process one of an elastic job, whose coordinator listens at ``endpoint``, ``host:port``."""
+    return {"HVDTRAIN_ELASTIC": endpoint, "HVDTRAIN_ELASTIC_TOKEN": token}
+
+
+def join_elastic_job(endpoint: str) -> None:
+    """Makes this process one of an elastic job."""
+    os.environ["HVDTRAIN_ELASTIC"] = endpoint
+
+
+def note_joined() -> None:
+    """Notes that this process follows the coordinator of its elastic job."""
+    os.environ["HVDTRAIN_ELASTIC_JOINED"] = str(os.getpid())
+
+
+def has_joined() -> bool:
+    """Whether this process follows the coordinator of its elastic job."""
+    return os.environ.get("HVDTRAIN_ELASTIC_JOINED") == str(os.getpid())
+
+
+def set_place(place: Mapping[str, int], address: str, port: int) -> None:
+    """Sets the place of this rank in a job over Gloo, which Horovod reads at each start.
+
+    Args:
+        place: ``rank``, ``size``, ``local_rank``, ``local_size``, ``cross_rank`` and ``cross_size``.
+        address: that of the rendezvous.
+    """
+    variables = {name.upper(): str(value) for name, value in place.items()}
+    variables |= {"GLOO_RENDEZVOUS_ADDR": address, "GLOO_RENDEZVOUS_PORT": str(port), "HOSTNAME": socket.gethostname()}
+    variables |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    if address.startswith("127."):
+        variables["GLOO_IFACE"] = "lo"
+    os.environ.update({f"HOROVOD_{name}": value for name, value in variables.items()})
+
+
+def choose_settings_for_restarts(*, deterministic: bool) -> None:
+    """Keeps a second start of Horovod in this process from crashing; call it before the first.
+
+    It crashes (0.28.1) if both of these are set: Horovod writes their values into an empty vector.
+    """
+    # What is lost with a member is reported by the coordinator, in one line.
+    os.environ.setdefault("HOROVOD_LOG_LEVEL", "fatal")
+    if deterministic:
+        os.environ[_FUSION_THRESHOLD] = "0"
+        os.environ.pop("HOROVOD_CYCLE_TIME", None)
+    else:
+        os.environ.pop(_FUSION_THRESHOLD, None)
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", _CYCLE_MS)
 
 
 def choose_fusion(started_by: Launcher, *, deterministic: bool, has_gpu: bool) -> None:
@@ -114,8 +200,13 @@ def choose_fusion(started_by: Launcher, *, deterministic: bool, has_gpu: bool) -
 
 
 def cache_dir() -> Path:
-    """Where files go that can be made again: by the XDG rules, in ``~/.cache``."""
+    """The folder for files that can be recreated: by the XDG rules, in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdtrain"
+
+
+def store_cache_dir() -> Path:
+    """Where local copies of runs and data in object stores go."""
+    return Path(os.environ.get("HVDTRAIN_STORE_CACHE") or cache_dir() / "stores")
 
 
 def supervisor_file() -> Path | None:

@@ -1,5 +1,8 @@
 """Other processes on this host."""
 
+import contextlib
+from collections.abc import Sequence
+
 import psutil
 
 
@@ -16,6 +19,16 @@ def horovodrun_above() -> int | None:
     except psutil.Error:
         pass
     return None
+
+
+def end_processes(processes: Sequence[psutil.Process], grace_s: float = 5.0) -> None:
+    """Ends processes by SIGTERM, and by SIGKILL those that still run after some seconds."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    for process in psutil.wait_procs(processes, grace_s)[1]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def is_running(pid: int) -> bool:

@@ -40,7 +40,7 @@ def rank_name(rank: int, host: str | None = None) -> str:
 
 
 def write(text: str) -> None:
-    """Writes one or more lines to stderr; does nothing where nobody reads it any more, or the disk is full."""
+    """Writes one or more lines to stderr; does nothing if stderr is closed or the disk is full."""
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):

@@ -5,10 +5,12 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
+from hvdtrain.errors import UsageError
+
 
 def versions() -> dict[str, str]:
     """Versions whose difference between ranks would change results."""
-    names = ("hvdtrain", "tensorflow", "keras", "horovod", "numpy")
+    names = ("hvdtrain", "tensorflow", "keras", "hvdtrain-horovod", "numpy")
     return {"python": sys.version.split()[0], **{name: importlib.metadata.version(name) for name in names}}
 
 
@@ -19,3 +21,16 @@ def code_digest() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def check_horovod_distribution() -> None:
+    """Refuses Horovod's own distribution beside hvdtrain-horovod: each overwrites files of the other."""
+    try:
+        other = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise UsageError(
+        "hvdtrain-horovod must be installed without Horovod's own distribution, which overwrites its files. Received: "
+        f"horovod {other} in {sys.prefix}. Remedy: pip uninstall -y horovod hvdtrain-horovod; pip install "
+        "hvdtrain-horovod"
+    )

@@ -4,18 +4,23 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import keras
 
+from hvdtrain.config.fields import did_you_mean
 from hvdtrain.data import Data
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.loggers.reporter import Reporter
 
+# Metrics that compile() chooses by the shape of the output.
+_KERAS_CHOOSES = ("accuracy", "acc", "crossentropy", "ce")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model with its data, for ``--task``. Every rank calls the functions, which must return the same on each.
+    """A model with its data, for ``--task``. All ranks call its functions, which must return the same on each.
 
     ::
 
@@ -23,7 +28,7 @@ class Task:
     """
 
     model: Callable[[Data], keras.Model]
-    """Returns the model, not compiled."""
+    """Returns the uncompiled model."""
     data: Callable[[Path | None], Data]
     """Reads the data from ``--data-dir`` (None if not set)."""
     loss: str | Callable[[], keras.losses.Loss]
@@ -38,8 +43,8 @@ class Task:
     callbacks: Callable[[], list[keras.callbacks.Callback]] = list
     """Returns Keras callbacks, the same on every rank. Writers such as ModelCheckpoint run on rank 0."""
     reporters: Callable[[Path], list[Reporter]] = lambda run_dir: []
-    """Returns what receives the run's events besides the console and the files of the run directory, which is passed
-    to it; called on rank 0 only."""
+    """Returns further reporters, in addition to the console and the files of the run directory. Receives that
+    directory; called on rank 0 only."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Defaults of command-line options, named with underscores: ``{"batch_size": 128, "epochs": 10}``."""
     make_sample_data: Callable[[Path], None] | None = None
@@ -69,11 +74,19 @@ class Task:
         return self.loss if isinstance(self.loss, str) else self.loss()
 
     def compile(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-        """Compiles a model with the task's loss, loss weights and metrics."""
-        model.compile(optimizer=optimizer, loss=self.make_loss(), metrics=self.metrics(), **self._weights())
+        """Compiles a model with the task's loss, loss weights and metrics.
+
+        Raises:
+            UsageError: Keras has no loss or metric of that name.
+        """
+        loss, metrics = self.make_loss(), self.metrics()
+        # Keras looks names up in the first step, and its error states neither their origin nor the closest name.
+        _require_names("loss", [loss], keras.losses)
+        _require_names("metrics", keras.tree.flatten(metrics), keras.metrics, more=_KERAS_CHOOSES)
+        model.compile(optimizer=optimizer, loss=loss, metrics=metrics, **self._weights())
 
     def make_model(self, data: Data) -> keras.Model:
-        """Makes the model. Raises UsageError if it is no Keras model, or cannot be compiled here."""
+        """Makes the model. Raises UsageError if it is not a Keras model, or cannot be compiled here."""
         model = self.model(data)
         if not isinstance(model, keras.Model):
             raise UsageError(f"a task's model(data) must return a keras.Model. Received: {model!r:.200}")
@@ -93,11 +106,11 @@ class Task:
         return model
 
     def make_callbacks(self) -> list[keras.callbacks.Callback]:
-        """Makes the callbacks. Raises UsageError if they are no list of Keras callbacks."""
+        """Makes the callbacks. Raises UsageError if they are not a list of Keras callbacks."""
         return self._made_list("callbacks", self.callbacks(), keras.callbacks.Callback)
 
     def make_reporters(self, run_dir: Path) -> list[Reporter]:
-        """Makes the reporters. Raises UsageError if they are no list of reporters."""
+        """Makes the reporters. Raises UsageError if they are not a list of reporters."""
         return self._made_list("reporters", self.reporters(run_dir), Reporter)
 
     def _weights(self) -> dict[str, Any]:
@@ -116,6 +129,20 @@ class Task:
         if not isinstance(data, Data):
             raise UsageError(f"a task's data(data_dir) must return hvdtrain.data.Data. Received: {data!r}")
         return data
+
+
+def _require_names(what: str, values: Sequence[object], module: ModuleType, *, more: Sequence[str] = ()) -> None:
+    """Raises UsageError for a name that Keras does not know."""
+    for name in values:
+        if not isinstance(name, str) or name in more:
+            continue
+        try:
+            module.get(name)
+        except ValueError:
+            hint = did_you_mean(name, [*dir(module), *more])
+            raise UsageError(
+                f"{what} of a task must be known to {module.__name__.removesuffix('.api')}. Received: {name!r}.{hint}"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)

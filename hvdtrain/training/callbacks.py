@@ -53,6 +53,20 @@ class RankCallbacks:
         self.terminate_on_nan = any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
         self.swap_averaged_weights = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
 
+    def rank_changed(self) -> None:
+        """Call it when this process has become another rank: on rank 0, writers begin to run, and continue their files.
+
+        Those that run already continue: each is called at the end of what it has begun.
+        """
+        for callback in self._callbacks if self._collectives.rank == 0 else ():
+            if callback not in self._list.callbacks:
+                if isinstance(callback, keras.callbacks.CSVLogger):
+                    callback.append = True
+                callback.set_params(self._list.params)
+                callback.set_model(self._model)
+                self._list.append(callback)
+                callback.on_train_begin()
+
     @property
     def names(self) -> list[str]:
         """The class names, for comparison over ranks."""
@@ -73,7 +87,11 @@ class RankCallbacks:
                     callback.append = True
         self._list.on_train_begin()
         self._at_beginning = [_plain_attributes(callback) for callback in self._callbacks]
-        for callback, saved in zip(self._callbacks, state or [], strict=False):
+        self.restore(state or [])
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Restores what :meth:`state` returned."""
+        for callback, saved in zip(self._callbacks, state, strict=False):
             if saved["class"] == type(callback).__name__:
                 vars(callback).update(saved["attributes"])
 
@@ -121,7 +139,7 @@ class RankCallbacks:
         self._list.on_test_end(dict(values))
 
     def _stops_on_any_rank(self) -> bool:
-        # A callback may use the clock of its rank: that rank would leave, and the others wait for it forever.
+        # A callback may decide by its rank's clock: that rank would stop, and the others would wait for it forever.
         (stopping,) = self._collectives.sum([np.array(float(self._model.stop_training), np.float32)])
         self._model.stop_training = bool(stopping)
         return bool(stopping)

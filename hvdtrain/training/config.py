@@ -15,7 +15,7 @@ from hvdtrain.loggers.config import LoggingConfig
 @Parameter(name="*", group=help_group("Guards"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardConfig(Config):
-    """What protects a run from bad numbers, bad samples and diverged replicas."""
+    """Checks for values that are not finite, unreadable samples and diverged replicas."""
 
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
     """After a loss or gradient that is not finite: end the job, skip the step on every rank, or continue."""
@@ -33,13 +33,61 @@ class GuardConfig(Config):
         require(self, "guard_every", lambda value: value >= 1, "at least 1")
 
 
+@Parameter(name="*", group=help_group("Stragglers (--mode sync)"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalanceConfig(Config):
+    """How the samples of a global batch are assigned to ranks of different speed."""
+
+    balance: bool = False
+    """Give faster ranks more samples of the same global batch; the updates stay those of one process."""
+    balance_every: int = 50
+    """Steps between two decisions of --balance."""
+    max_batch_size: int | None = None
+    """The most samples per rank and micro-batch that --balance may assign (default: twice --batch-size)."""
+    shares: str | None = None
+    """Fixed shares of the global batch instead of --balance, a number for each rank: 2,2,2,1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Step times are kept for 1,024 steps.
+        require(self, "balance_every", lambda value: 1 <= value <= 512, "from 1 to 512")
+        require(self, "max_batch_size", lambda value: value >= 1, "at least 1")
+        require(self, "shares", _are_shares, "whole numbers from 0 to 1000000, not all of them 0, separated by commas")
+        if self.shares is not None and self.balance:
+            raise UsageError(
+                f"--shares and --balance exclude each other. Received: --shares {self.shares}. Leave one of them out."
+            )
+        for name in ("balance_every", "max_batch_size"):
+            if not self.balance and (value := getattr(self, name)) != default_of(BalanceConfig, name):
+                raise UsageError(f"{flag_of(name)} needs --balance. Received: {value} without it.")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether ranks may have different batch sizes."""
+        return self.balance or self.shares is not None
+
+    @property
+    def rank_shares(self) -> tuple[int, ...] | None:
+        """The fixed shares, by rank; None if there are none."""
+        return None if self.shares is None else tuple(int(each) for each in self.shares.split(","))
+
+
+def _are_shares(text: str) -> bool:
+    parts = [each.strip() for each in text.split(",")]
+    are_numbers = all(each.isascii() and each.isdigit() and len(each) <= 7 for each in parts)
+    return are_numbers and all(int(each) <= 1_000_000 for each in parts) and any(int(each) for each in parts)
+
+
 @Parameter(name="*", group=help_group("Training"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepConfig(Config):
-    """What decides how a training step is made."""
+    """Options of a training step."""
 
     batch_size: int = 32
     """Samples per rank and micro-batch, unless the task has its own."""
+    global_batch_size: int | None = None
+    """Samples per micro-batch of all ranks together, divided among however many there are; replaces --batch-size in
+    training. It need not be a multiple of their number."""
     mode: Literal["sync", "local"] = "sync"
     """sync: average gradients at every step; local: local SGD, average parameters periodically."""
     gradient_accumulation_steps: int = 1
@@ -51,15 +99,19 @@ class StepConfig(Config):
     sync_batchnorm: bool = False
     """Batch normalization over the samples of all ranks."""
     remainder: Literal["pad", "drop"] = "pad"
-    """Samples that fill no whole step at the end of an epoch: share them out with exact weights, or leave them out."""
+    """Samples that do not fill the last step of an epoch: distribute them with exact weights, or drop them."""
     seed: int = 0
     """Seed of the initial weights, the order of samples, augmentation and dropout."""
     local_sgd: LocalSGDConfig = dataclasses.field(default_factory=LocalSGDConfig)
+    """Options of ``mode="local"``."""
+    balancing: BalanceConfig = dataclasses.field(default_factory=BalanceConfig)
+    """How samples are assigned to ranks of different speed."""
     guards: GuardConfig = dataclasses.field(default_factory=GuardConfig)
+    """Options of checks during the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "gradient_accumulation_steps", "steps_per_execution"):
+        for name in ("batch_size", "global_batch_size", "gradient_accumulation_steps", "steps_per_execution"):
             require(self, name, lambda value: value >= 1, "at least 1")
         require(self, "seed", lambda value: 0 <= value < 1 << 32, "from 0 to 4294967295")
         if self.mode == "local":
@@ -72,6 +124,21 @@ class StepConfig(Config):
                         f"{flag_of(name)} needs --mode local. Received: {value!r} in sync mode. Add --mode local, or "
                         "leave it out."
                     )
+        if self.balancing.is_active and self.mode == "local":
+            raise UsageError(
+                "--balance and --shares divide the samples of a step that all ranks make together. Received: --mode "
+                "local, in which each rank makes steps of its own. Use --wait-free, or leave --mode local out."
+            )
+        if self.global_batch_size is not None and self.mode == "local":
+            raise UsageError(
+                "--global-batch-size is divided among ranks that make a step together. Received: --mode local. Use "
+                "--batch-size."
+            )
+        if self.balancing.balance and self.jit_compile:
+            raise UsageError(
+                "--balance changes batch sizes, and XLA compiles each of them again. Received: --jit-compile. Leave "
+                "one of them out, or use --shares."
+            )
         if self.jit_compile and self.sync_batchnorm:
             raise UsageError(
                 "--jit-compile excludes --sync-batchnorm, which communicates in the forward pass. Received: both. "
@@ -86,7 +153,7 @@ class StepConfig(Config):
             )
         if self.sync_batchnorm:
             raise UsageError(
-                "--sync-batchnorm needs ranks in lockstep, which local SGD has not. Received: both. Leave "
+                "--sync-batchnorm needs ranks in lockstep, which local SGD does not keep. Received: both. Leave "
                 "--sync-batchnorm out."
             )
 
@@ -100,7 +167,7 @@ def sync_config(config: StepConfig) -> StepConfig:
 @Parameter(name="*", group=help_group("Training"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(StepConfig):
-    """What a :class:`~hvdtrain.Trainer` does with a compiled model."""
+    """Options of a :class:`~hvdtrain.Trainer`."""
 
     steps: int | None = None
     """Number of steps to train; excludes --epochs (default: the task's)."""
@@ -109,7 +176,9 @@ class TrainConfig(StepConfig):
     eval_every: int = 0
     """Steps between evaluations; 0: at the end of each epoch."""
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    """When checkpoints are saved, if there is a checkpointer."""
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    """What is logged, and how often."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

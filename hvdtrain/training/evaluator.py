@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import keras
 import tensorflow as tf
 
+from hvdtrain.data import Source
 from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.job_watch import JobWatch
@@ -14,6 +15,7 @@ from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.eval_step import EvalStep
 from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.metrics import results_if_complete
+from hvdtrain.training.step_runner import StepRunner
 
 
 class Evaluator:
@@ -51,19 +53,24 @@ class Evaluator:
         """
         training_state = [variable.numpy() for variable in self._model.metrics_variables]
         ema = ema_weights(self._model) if self._uses_ema else nullcontext()
-        with self._synchronized(), ema:
-            callbacks.test_begins()
-            self._model.reset_metrics()
-            require_sums(self._model)
-            is_complete = self._evaluate_share(callbacks, step)
-            # Also on a rank that has cut its share short: the others wait for it here.
-            results = results_if_complete(
-                self._model, self._collectives, is_complete=is_complete, returned=self._step.returned
-            )
-            if results is not None:
-                callbacks.test_ends(results)
-        for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
-            variable.assign(value)
+        try:
+            with self._synchronized(), ema:
+                return self._run(callbacks, step)
+        finally:
+            for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
+                variable.assign(value)
+
+    def _run(self, callbacks: RankCallbacks, step: int) -> dict[str, float] | None:
+        callbacks.test_begins()
+        self._model.reset_metrics()
+        require_sums(self._model)
+        is_complete = self._evaluate_share(callbacks, step)
+        # Also on a rank that has cut its share short: the others wait for it here.
+        results = results_if_complete(
+            self._model, self._collectives, is_complete=is_complete, returned=self._step.returned
+        )
+        if results is not None:
+            callbacks.test_ends(results)
         return results
 
     def _evaluate_share(self, callbacks: RankCallbacks, step: int) -> bool:
@@ -86,3 +93,17 @@ class Evaluator:
                 callbacks.test_batch_ends(batch)
             batch += 1
         return False
+
+
+def make_evaluator(runner: StepRunner, source: Source | None, *, uses_ema: bool) -> Evaluator | None:
+    """The evaluator of a training run; None if there are no samples to evaluate on."""
+    if source is None:
+        return None
+    return Evaluator(
+        runner.model,
+        EvaluationFeed(source, runner.config.batch_size, runner.collectives, runner.quota),
+        runner.collectives,
+        uses_ema=uses_ema,
+        synchronized=runner.strategy.synchronized,
+        job_watch=runner.job_watch,
+    )

@@ -223,7 +223,7 @@ class GradientMonitor:
         """The error to raise after :func:`is_not_finite`; all ranks must call it."""
         return NonFiniteError(
             f"loss and gradients must be finite. At step {step}: {culprits_text(self.culprits(collectives))}. Nothing "
-            "was updated by this step. Lower the learning rate, clip gradients (--clip-norm), look at the samples of "
+            "was updated by this step. Lower the learning rate, clip gradients (--clip-norm), check the samples of "
             "this step, or skip such steps with --on-nan skip.",
             rank=collectives.rank if collectives.size == 1 else None,
         )

@@ -1,4 +1,4 @@
-"""How far a run has progressed: what the loop carries from step to step, and a checkpoint keeps."""
+"""The progress of a run: the state that the loop carries from step to step and a checkpoint keeps."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -2,10 +2,14 @@
 
 from typing import Any
 
+from hvdtrain.config.fields import default_of
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.optimizers import leaves_of
-from hvdtrain.loggers.reporter import Reporter
+from hvdtrain.loggers.config import LoggingConfig
+from hvdtrain.loggers.progress_bar import console_reporter
+from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
 from hvdtrain.optim.loss_scaling import overflowed_steps
+from hvdtrain.system.terminal import stdout_is_terminal
 from hvdtrain.training.activations import Activations
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.metrics import reduced_results
@@ -19,6 +23,26 @@ class TrainingReport:
         self._runner = runner
         self._reporter = reporter
         self._activations = activations
+
+    def shape(self, total_steps: int) -> RunShape:
+        """The length of a run of so many steps, which this process begins or resumes where it is now."""
+        plan = self._runner.plan
+        return RunShape(
+            total_steps,
+            plan.steps_per_epoch,
+            self._runner.progress.step,
+            plan.global_batch_size,
+            plan.samples_per_epoch,
+        )
+
+    def facts(self) -> dict[str, str]:
+        """The first lines of a run's log."""
+        model, plan = self._runner.model, self._runner.plan
+        size = f", {model.count_params():,} parameters" if model.built else ""
+        return {
+            "model": f"{model.name}{size}, on {plan.size} rank(s)",
+            "global batch": f"{plan.global_batch_size} samples, {plan.steps_per_epoch} steps per epoch",
+        }
 
     def epoch_so_far(self) -> dict[str, float]:
         """Loss and metrics of the epoch over all ranks, reduced once per step."""
@@ -36,6 +60,7 @@ class TrainingReport:
         gauges = {
             "learning_rate": float(leaves_of(runner.model)[0].learning_rate),
             "gradient_norm": runner.monitor.norm(),
+            **runner.balancer.gauges(),
             **(clock.speed_since_last(runner.plan.global_batch_size) if clock.has_timed else {}),
         }
         self._reporter.progressed(runner.progress.step, {**self.epoch_so_far(), **gauges})
@@ -52,15 +77,15 @@ class TrainingReport:
     def summary(self, clock: Clock, resumed_from: int | None) -> dict[str, Any]:
         """A run's ``summary.json``, except for what only the command line knows."""
         runner, plan, progress = self._runner, self._runner.plan, self._runner.progress
-        full_epochs, rest = divmod(progress.step, plan.steps_per_epoch)
+        shape = self.shape(progress.step)
         skipped = runner.monitor.skipped_steps() + overflowed_steps(runner.model.optimizer, progress.step)
         return {
             "mode": runner.strategy.mode,
             "ranks": plan.size,
             "hosts": runner.collectives.cross_size,
             "steps": progress.step,
-            "epochs": progress.step / plan.steps_per_epoch,
-            "samples": full_epochs * plan.samples_per_epoch + rest * plan.global_batch_size,
+            "epochs": shape.epochs(progress.step),
+            "samples": shape.samples(progress.step),
             "loss": progress.values.get("loss"),
             "metrics": {name: value for name, value in progress.values.items() if name != "loss"},
             "eval": progress.evaluated,
@@ -71,6 +96,7 @@ class TrainingReport:
             "bad_samples": runner.quota.total(),
             "compression_error": runner.monitor.compression_error(),
             **runner.strategy.summary(),
+            **runner.balancer.summary(),
             "resumed_from": resumed_from,
             "weights_sha256": replica_consistency.weights_sha256(runner.model),
         }
@@ -81,9 +107,18 @@ class TrainingReport:
             return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
         fractions = {"communication_fraction": None}
         if runner.strategy.in_lockstep:
-            fractions = runner.shares.summary(1000 * clock.seconds_per_step())
+            fractions = runner.time_shares.summary(1000 * clock.seconds_per_step())
         return {
             "examples_per_second": runner.plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),
             **fractions,
         }
+
+
+def console_of_rank(rank: int, config: LoggingConfig) -> Reporter:
+    """What a trainer prints by default: on rank 0, its progress."""
+    if rank != 0:
+        return Reporter()
+    is_set = config.log_every != default_of(LoggingConfig, "log_every")
+    # A console that nobody reads any more does not end the training.
+    return CompositeReporter([console_reporter(stdout_is_terminal(), prints_every_line=is_set)])

@@ -13,7 +13,7 @@ from hvdtrain.optim.hooks import recorded_results
 class ReturnedResults:
     """Computes the results that a step returns from the state of metrics over all ranks.
 
-    A value that is no result of a metric is that of the last step; over ranks, it is averaged.
+    A value that is not a metric's result is the last step's, averaged over ranks.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class ReturnedResults:
         self._last[name].assign(tf.cast(value, tf.float32))
 
     def last(self) -> np.ndarray:
-        """This rank's values that are no results of metrics; float32, one-dimensional."""
+        """This rank's values that are not results of metrics; float32, one-dimensional."""
         return np.array([variable.numpy() for variable in self._last.values()], np.float32)
 
     def results(self, model: keras.Model, last: np.ndarray) -> dict[str, Any]:

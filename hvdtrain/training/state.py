@@ -17,12 +17,7 @@ class RunState:
     def save(self, checkpointer: Checkpointer, *, wait: bool) -> None:
         """All ranks must call it; see :meth:`~hvdtrain.Checkpointer.save`."""
         runner = self._runner
-        state = {
-            "progress": runner.progress.state(),
-            "skipped_steps": runner.total(runner.monitor.skipped_steps()),
-            "callbacks": self._callbacks.state(),
-            "strategy": runner.strategy.state(),
-        }
+        state = {**self.common(), "skipped_steps": runner.total(runner.monitor.skipped_steps())}
         rank_state = {
             "bad_samples": runner.quota.places,
             "steps": runner.train_step.steps_made,
@@ -38,6 +33,21 @@ class RunState:
             wait=wait,
         )
 
+    def common(self) -> dict[str, Any]:
+        """What all ranks have in common, besides their model; of this rank alone."""
+        runner = self._runner
+        return {
+            "progress": runner.progress.state(),
+            "callbacks": self._callbacks.state(),
+            "strategy": runner.strategy.state(),
+            "balancing": runner.balancer.state(),
+        }
+
+    def apply_common(self, state: dict[str, Any]) -> None:
+        """Takes over what :meth:`common` returned on another rank."""
+        self._runner.progress.restore(state["progress"])
+        self._callbacks.restore(state["callbacks"])
+
     def restore(self, checkpointer: Checkpointer, resume: str) -> Restored | None:
         """All ranks must call it; see :meth:`~hvdtrain.Checkpointer.restore`."""
         restored = checkpointer.restore(resume, identity=self._identity())
@@ -49,6 +59,7 @@ class RunState:
         runner.monitor.restore(own["skipped_steps"])
         runner.times.restore(own["steps"])
         runner.quota.restore(own["bad_samples"])
+        runner.balancer.restore(restored.state["balancing"])
         runner.strategy.restore(restored.state["strategy"], own["strategy"])
         return restored
 

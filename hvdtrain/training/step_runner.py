@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
-from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.data.sample_plan import SamplePlan, split_batch
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
@@ -21,12 +21,14 @@ from hvdtrain.optim.distributed_optimizer import require_distributed, require_ho
 from hvdtrain.optim.hooks import synchronize_batch_normalization
 from hvdtrain.system import network
 from hvdtrain.training.clock import Clock
-from hvdtrain.training.config import StepConfig
+from hvdtrain.training.config import StepConfig, TrainConfig
 from hvdtrain.training.eval_step import build_metrics
 from hvdtrain.training.gradient_monitor import GradientMonitor
+from hvdtrain.training.load_balancing import LoadBalancer
 from hvdtrain.training.losses import sums_over_batch
 from hvdtrain.training.progress import Progress
-from hvdtrain.training.step_times import StepTimes, TimeShares
+from hvdtrain.training.step_snapshot import StepSnapshot
+from hvdtrain.training.step_times import EXCHANGE_EVERY, StepTimes, TimeShares
 from hvdtrain.training.strategies.factory import make_strategy
 from hvdtrain.training.strategies.strategy import StrategyContext
 from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing, trace_train_step
@@ -70,21 +72,24 @@ class StepRunner:
         self.collectives = collectives
         self.job_watch = job_watch
         self.progress = Progress()
-        self.plan = sample_plan(source, config, collectives)
+        plan = sample_plan(source, config, collectives)
         self.quota = BadSampleQuota(config.guards.bad_samples, collectives)
-        self.feed = TrainingFeed(source, self.plan, self.quota)
+        self.feed = TrainingFeed(source, plan, self.quota)
+        self.times = StepTimes(config.gradient_accumulation_steps)
+        self.time_shares = TimeShares(self.times, collectives, network.host_name())
+        self.balancer = LoadBalancer(config.balancing, self.feed, self.time_shares)
         _require_samples(model, self.feed.element_spec)
         build_by_tracing(model, self.feed.element_spec)
         accumulation = config.gradient_accumulation_steps
         for optimizer in optimizers_of(model):
             require_distributed(optimizer, accumulation, collectives)
         op = require_hooks(leaves_of(model)[0]).reduction.op
+        changes = config.balancing.balance or config.guards.bad_samples > 0 or collectives.may_change
         weights = LossWeights(
-            is_weighted=not self.plan.is_even or config.guards.bad_samples > 0,
-            has_fillers=self.plan.has_fillers or config.guards.bad_samples > 0,
+            is_weighted=changes or not self.plan.is_even,
+            has_fillers=changes or self.plan.has_fillers,
             loss_sums=sums_over_batch(model, op, accumulation),
         )
-        self.times = StepTimes(accumulation)
         logging = logging or LoggingConfig(log_every=_UNLIMITED_STEPS)
         self.monitor = GradientMonitor(
             model,
@@ -101,15 +106,24 @@ class StepRunner:
             collectives=collectives,
             sample_weight=self.train_step.sample_weight,
         )
+        if op == "adasum" and config.balancing.is_active:
+            raise UsageError(
+                "--balance and --shares need gradients that are averaged or summed. Received: an optimizer with "
+                "op='adasum'."
+            )
         if config.jit_compile:
             require_compilable(self.num_synchronized)
-        self.shares = TimeShares(self.times, collectives, network.host_name())
         self.strategy = make_strategy(
             StrategyContext(model, self.plan, self.progress, self.train_step, collectives, job_watch),
             config,
             total_steps=total_steps or _UNLIMITED_STEPS,
             num_synchronized=self.num_synchronized,
         )
+
+    @property
+    def plan(self) -> SamplePlan:
+        """The assignment of samples to steps and ranks."""
+        return self.feed.plan
 
     def prepare(self) -> None:
         """Compares data and models, makes replicas equal and builds what steps need; all ranks must call it.
@@ -126,6 +140,21 @@ class StepRunner:
         require_agreement("model", replica_consistency.structure(model), collectives)
         replica_consistency.broadcast(model, collectives=collectives)
         self.build_metrics(required=self._has_fillers)
+
+    def keep_snapshot(self) -> None:
+        """From now on, a step that is interrupted can be undone; call it when the metrics are built."""
+        self.train_step.snapshot = StepSnapshot(self.model, self.times.current_step)
+
+    def undo_interrupted_step(self) -> None:
+        """Restores what an interrupted step has changed, so that it can be repeated."""
+        if self.train_step.snapshot is not None:
+            self.train_step.snapshot.undo(self.train_step.steps_made + 1)
+
+    def restart_with(self, plan: SamplePlan) -> None:
+        """Continues after the steps made so far, with another assignment of samples to ranks."""
+        self.feed.plan = plan
+        self.feed.start(self.train_step.steps_made * self.config.gradient_accumulation_steps)
+        self.time_shares.restart()
 
     def build_metrics(self, *, required: bool) -> None:
         """Creates the variables of the model's metrics.
@@ -146,6 +175,18 @@ class StepRunner:
         All ranks must call it.
         """
         return sum(self.collectives.allgather(own)) if self.strategy.ranks_are_independent else own
+
+    @property
+    def exchange_every(self) -> int:
+        """Steps between two calls of :meth:`exchange_times`; 0: never."""
+        if not self.strategy.in_lockstep:
+            return 0
+        return self.config.balancing.balance_every if self.config.balancing.balance else EXCHANGE_EVERY
+
+    def exchange_times(self) -> None:
+        """Gathers the step times of all ranks, and assigns samples to ranks accordingly; all ranks must call it."""
+        self.time_shares.exchange()
+        self.balancer.update(self.times.micro_batches)
 
     def start(self) -> None:
         """Prepares a run of its own, from the first sample; for measurements. All ranks must call it."""
@@ -180,13 +221,26 @@ def _require_samples(model: keras.Model, element_spec: Any) -> None:
 
 def sample_plan(source: Source, config: StepConfig, collectives: Collectives) -> SamplePlan:
     """Which samples this rank trains on, and in which order."""
+    size, total = collectives.size, config.global_batch_size
     return SamplePlan(
         num_samples=source.num_samples,
         batch_size=config.batch_size,
         rank=collectives.rank,
-        size=collectives.size,
+        size=size,
+        rank_batch_sizes=None if total is None else split_batch(total, [1] * size, total),
         seed=config.seed,
         shuffle=not source.keeps_order,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         remainder=config.remainder,
     )
+
+
+def total_steps(config: TrainConfig, plan: SamplePlan) -> int:
+    """The number of steps that a configuration asks for.
+
+    Raises:
+        UsageError: not exactly one of ``steps`` and ``epochs`` is set.
+    """
+    if (config.steps is None) == (config.epochs is None):
+        raise UsageError(f"set either steps or epochs. Received: steps={config.steps}, epochs={config.epochs}")
+    return config.steps if config.steps is not None else (config.epochs or 0) * plan.steps_per_epoch

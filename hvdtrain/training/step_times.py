@@ -142,6 +142,11 @@ class TimeShares:
         self.all_steps: list[np.ndarray] = []
         """What was exchanged so far: of each exchange, what :meth:`StepTimes.drain` returned, ``[ranks, steps, 3]``."""
 
+    def restart(self) -> None:
+        """Forgets the steps so far: other ranks made them."""
+        self._times.drain()
+        self.all_steps.clear()
+
     def exchange(self) -> None:
         """Gathers the step times before they are overwritten; all ranks must call it every 512 steps."""
         self.all_steps.append(np.stack(self._collectives.allgather(self._times.drain())))

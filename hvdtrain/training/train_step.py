@@ -14,6 +14,7 @@ from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
+from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.global_loss import loss_error, require_one_number
@@ -22,6 +23,7 @@ from hvdtrain.optim.hooks import install_loop_hooks, run_train_step
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.gradient_monitor import GradientMonitor, is_not_finite
 from hvdtrain.training.returned_results import ReturnedResults
+from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import StepTimes
 from hvdtrain.training.xla import compiled_train_step, is_uncompilable
 
@@ -69,6 +71,8 @@ class TrainStep:
         """The most steps that one call can make."""
         self.returned = ReturnedResults()
         """What the model's ``train_step`` returns."""
+        self.snapshot: StepSnapshot | None = None
+        """If not None, what is restored when a step is interrupted."""
         self._sample_weight: tf.Tensor | None = None
         self._loss: tf.Tensor | None = None
         # Horovod's operations cannot be part of a cluster compiled by XLA, which Keras chooses on a GPU.
@@ -135,6 +139,8 @@ class TrainStep:
     def _complete(self, error: tf.errors.OpError, last_step: int) -> None:
         """Completes a call without the samples that cannot be read; the other ranks wait in a reduction meanwhile."""
         while self.steps_made < last_step:
+            if is_secondary(error):
+                raise error
             if is_not_finite(error):
                 collectives = require_hooks(leaves_of(self._model)[0]).collectives
                 raise self._monitor.error(self.steps_made + 1, collectives) from None
@@ -191,6 +197,8 @@ class TrainStep:
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
         model, applies = self._model, self._monitor.applies
+        if self.snapshot is not None:
+            self.snapshot.take()
         self._sample_weight = sample_weight if self._weights.is_weighted else None
         self._loss = None
         if self._divides_by_weight:

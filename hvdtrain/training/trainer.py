@@ -3,14 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import keras
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
 from hvdtrain.config.fields import as_dict, with_options
 from hvdtrain.data import Data, Source
-from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.agreement import require_agreement
@@ -18,20 +17,20 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.loggers.reporter import Reporter
+from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
 from hvdtrain.optim.hooks import remove_loop_hooks
 from hvdtrain.training.activations import Activations
 from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.evaluator import Evaluator
+from hvdtrain.training.evaluator import make_evaluator
 from hvdtrain.training.guards import Guards
+from hvdtrain.training.members import make_members
 from hvdtrain.training.metric_state import require_sums
-from hvdtrain.training.report import TrainingReport
+from hvdtrain.training.report import TrainingReport, console_of_rank
 from hvdtrain.training.state import RunState
-from hvdtrain.training.step_runner import StepRunner, sample_plan
-from hvdtrain.training.step_times import EXCHANGE_EVERY
+from hvdtrain.training.step_runner import StepRunner, sample_plan, total_steps
 from hvdtrain.training.triggers import Triggers
 
 
@@ -50,7 +49,8 @@ class Trainer:
         config: how to train; exactly one of ``steps`` and ``epochs`` must be set.
         callbacks: Keras callbacks, the same on every rank. Writers such as ModelCheckpoint run on rank 0.
             TerminateOnNaN replaces ``on_nan="stop"``.
-        reporter: receives training events (default: none).
+        reporter: receives training events. By default rank 0 prints: a progress bar on a terminal, else about a line a
+            second, or every one if ``log_every`` is not its default. None: nothing is printed.
         checkpointer: of this model; saves every ``checkpoint_every`` steps, after the last step and when the job is
             asked to stop (default: nothing is saved).
         job_watch: source of stop requests; receives heartbeats (default: none).
@@ -67,7 +67,7 @@ class Trainer:
         config: TrainConfig,
         *,
         callbacks: Sequence[keras.callbacks.Callback] = (),
-        reporter: Reporter | None = None,
+        reporter: Reporter | Literal["console"] | None = "console",
         checkpointer: Checkpointer | None = None,
         job_watch: JobWatch | None = None,
         collectives: Collectives | None = None,
@@ -76,7 +76,10 @@ class Trainer:
         self._data = data = data if isinstance(data, Data) else Data(data)
         self._config = config
         self._collectives = collectives = collectives or runtime.current().collectives
-        self._reporter = reporter or Reporter()
+        self._reports_all = reporter == "console"
+        self._reporter = (
+            console_of_rank(collectives.rank, config.logging) if reporter == "console" else reporter or Reporter()
+        )
         self._job_watch = job_watch or JobWatch(collectives)
         self._checkpointer = checkpointer
         self.total_steps = total_steps(config, sample_plan(data.training, config, collectives))
@@ -92,7 +95,6 @@ class Trainer:
             logging=config.logging,
             total_steps=self.total_steps,
         )
-        self.plan = self._runner.plan
         self._progress = self._runner.progress
         self._strategy = self._runner.strategy
         steps_per_epoch = self.plan.steps_per_epoch
@@ -105,11 +107,15 @@ class Trainer:
         )
         self._shows_ema = keeps_ema(model) and not self._callbacks.swap_averaged_weights
         self._state = RunState(self._runner, self._callbacks)
+        self._members = make_members(
+            self._runner, self._state, self._job_watch, on_change=self._members_changed, on_leave=self._leave
+        )
+        self._on_rank_changed: Callable[[], None] = lambda: None
         self._guards = Guards(self._runner, self._reporter)
         self._report = TrainingReport(
             self._runner, self._reporter, Activations(model, data.evaluation or data.training)
         )
-        self._evaluator = self._make_evaluator()
+        self._evaluator = make_evaluator(self._runner, data.evaluation, uses_ema=self._shows_ema)
         self._first_profiled, self._last_profiled = config.logging.profile_range or (1, 0)
         self._triggers = self._make_triggers()
         self._clock = Clock()
@@ -120,12 +126,29 @@ class Trainer:
         """Number of steps made."""
         return self._progress.step
 
-    def fit(self, *, on_start: Callable[[Restored | None], None] = lambda restored: None) -> dict[str, Any]:
+    @property
+    def plan(self) -> SamplePlan:
+        """The assignment of samples to steps and ranks."""
+        return self._runner.plan
+
+    @property
+    def shape(self) -> RunShape:
+        """The length of the run, and the step that this process begins or resumes at."""
+        return self._report.shape(self.total_steps)
+
+    def fit(
+        self,
+        *,
+        on_start: Callable[[Restored | None], None] = lambda restored: None,
+        on_rank_changed: Callable[[], None] = lambda: None,
+    ) -> dict[str, Any]:
         """Trains.
 
         Args:
             on_start: called on every rank before the first step, after the ranks were compared and the run was
                 restored, with the checkpoint that it resumes from.
+            on_rank_changed: called on every rank of an elastic job when others train together from now on, and this
+                process may be another rank.
 
         Returns:
             A run's ``summary.json``, except for what only the command line knows.
@@ -144,16 +167,30 @@ class Trainer:
                 f"fit() must be called once. Received: a second call, after {self.step} steps. Make another trainer."
             )
         self._has_begun = True
-        restored = self._prepare()
-        on_start(restored)
+        self._on_rank_changed = on_rank_changed
+        try:
+            summary = self._fit(on_start)
+        finally:
+            if self._reports_all:
+                self._reporter.close()
+        return summary
+
+    def _fit(self, on_start: Callable[[Restored | None], None]) -> dict[str, Any]:
+        on_start(restored := self._prepare())
+        if self._reports_all:
+            self._reporter.started(self._report.facts(), self.shape)
         self._clock = Clock()
         self._runner.feed.start(self._runner.train_step.steps_made * self.plan.gradient_accumulation_steps)
         self._reporter.model_built(self.model)
         if restored is not None:
             self._reporter.resumed(self.step, restored.path)
         self._callbacks.train_begins(None if restored is None else restored.state["callbacks"])
+        self._members.prepare()
         self._train()
-        return self._finish(restored)
+        summary = self._finish(restored)
+        if self._reports_all:
+            self._reporter.finished(summary)
+        return summary
 
     def _prepare(self) -> Restored | None:
         """Compares the ranks, makes replicas equal, and restores the checkpoint to resume from."""
@@ -174,6 +211,7 @@ class Trainer:
         if self._checkpointer is not None:
             # Metrics must have their variables before these are restored.
             self._runner.build_metrics(required=True)
+        if self._checkpointer is not None and not self._members.is_newcomer:
             restored = self._state.restore(self._checkpointer, self._config.checkpoint.resume)
             if restored is not None:
                 on_every_rank(self._data.training.check_unchanged, self._collectives)
@@ -181,6 +219,27 @@ class Trainer:
         return restored
 
     def _train(self) -> None:
+        while True:
+            try:
+                self._train_with_these_ranks()
+                return
+            except Exception as error:
+                if not self._members.is_over(error):
+                    raise
+            self._members.rejoin()
+
+    def _members_changed(self) -> None:
+        self._callbacks.rank_changed()
+        if self._checkpointer is not None and self._collectives.rank == 0:
+            self._checkpointer.take_over()
+        self._on_rank_changed()
+
+    def _leave(self) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        self._reporter.close()
+
+    def _train_with_these_ranks(self) -> None:
         progress, triggers = self._progress, self._triggers
         call_end = triggers.next_call_end(progress.step)
         # A run that was stopped in an evaluation resumes with what remains to be done after its last call.
@@ -209,12 +268,13 @@ class Trainer:
         if self._callbacks.use_train_batches:
             self._callbacks.train_call_begins(before % self.plan.steps_per_epoch)
         self._job_watch.heartbeat("training", before)
+        # Already now: what follows a step is due even if other ranks alone complete it.
+        progress.is_between_calls = progress.is_logged = False
         start_s = time.perf_counter()
         self._strategy.run(max_steps)
         self._clock.calls.append((max(1, progress.step - before), time.perf_counter() - start_s))
         if self._callbacks.use_train_batches:
             progress.is_stopped = self._end_call()
-        progress.is_between_calls = progress.is_logged = False
 
     def _log_steps(self) -> None:
         """What is due at this step before the evaluation, in order."""
@@ -222,7 +282,7 @@ class Trainer:
         if progress.step == self._last_profiled:
             self._reporter.profile_ends()
         if self._is_due("exchange", at_end=False):
-            self._runner.shares.exchange()
+            self._runner.exchange_times()
         if self._is_due("guard") or progress.is_stopped:
             self._guards.check()
         if self._is_due("log") or progress.is_stopped:
@@ -257,6 +317,7 @@ class Trainer:
         """Every rank checks at the same points of the run, and all stop at the same one."""
         if not self._job_watch.check():
             return
+        self._members.pause_if_due()
         saved = "Nothing was saved: the trainer has no checkpointer."
         if self._checkpointer is not None:
             self._save(wait=True)
@@ -310,21 +371,8 @@ class Trainer:
             keep_ema_weights(self.model)
         self._callbacks.train_ends(self._progress.values)
         remove_loop_hooks(self.model)
-        return self._report.summary(self._clock, None if restored is None else restored.step)
-
-    def _make_evaluator(self) -> Evaluator | None:
-        source = self._data.evaluation
-        if source is None:
-            return None
-        place = (self._collectives.rank, self._collectives.size)
-        return Evaluator(
-            self.model,
-            EvaluationFeed(source, self._config.batch_size, *place, self._runner.quota),
-            self._collectives,
-            uses_ema=self._shows_ema,
-            synchronized=self._strategy.synchronized,
-            job_watch=self._job_watch,
-        )
+        resumed_from = None if restored is None else restored.step
+        return {**self._report.summary(self._clock, resumed_from), **self._members.summary()}
 
     def _make_triggers(self) -> Triggers:
         config = self._config
@@ -341,16 +389,5 @@ class Trainer:
             check=config.guards.check_every,
             checkpoint=config.checkpoint.checkpoint_every if self._checkpointer is not None else 0,
             guard=config.guards.guard_every,
-            exchange=EXCHANGE_EVERY if self._strategy.in_lockstep else 0,
+            exchange=self._runner.exchange_every,
         )
-
-
-def total_steps(config: TrainConfig, plan: SamplePlan) -> int:
-    """The number of steps that a configuration asks for.
-
-    Raises:
-        UsageError: not exactly one of ``steps`` and ``epochs`` is set.
-    """
-    if (config.steps is None) == (config.epochs is None):
-        raise UsageError(f"set either steps or epochs. Received: steps={config.steps}, epochs={config.epochs}")
-    return config.steps if config.steps is not None else (config.epochs or 0) * plan.steps_per_epoch

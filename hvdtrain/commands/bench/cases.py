@@ -10,7 +10,7 @@ from hvdtrain.commands.session import Session
 from hvdtrain.data import Data
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.tasks import Task
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import sync_config
 from hvdtrain.training.step_runner import StepRunner

@@ -7,7 +7,8 @@ from typing import Any
 from hvdtrain.commands.bench import gradient_times, measurements, prediction, reductions, report
 from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC, Case, make_cases, steps_per_block
 from hvdtrain.commands.bench.config import BenchConfig
-from hvdtrain.commands.building import read_task, with_task_defaults
+from hvdtrain.commands.building import local_data_dir, read_task, with_task_defaults
+from hvdtrain.commands.figures import NO_FIGURE
 from hvdtrain.commands.session import Session, run_on_ranks
 from hvdtrain.config.fields import as_dict
 from hvdtrain.data import Data
@@ -16,7 +17,7 @@ from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.system import versions
 from hvdtrain.system.atomic_files import write_text
-from hvdtrain.tasks import Task
+from hvdtrain.tasks.task import Task
 
 
 def run(config: BenchConfig | None, refused: HvdtrainError | None) -> int:
@@ -36,12 +37,12 @@ def _measure(config: BenchConfig, session: Session) -> None:
     )
     output = Path(config.measurement.output)
     on_first_rank(lambda: _make_folder(output), collectives)
-    task, data = on_every_rank(lambda: read_task(config), collectives)
+    data_dir = local_data_dir(config, collectives)
+    task, data = on_every_rank(lambda: read_task(config, data_dir), collectives)
     config = on_every_rank(lambda: with_task_defaults(config, task), collectives)
     cases = make_cases(config, task, data, session)
     steps = steps_per_block(config, cases, collectives)
     measured = measurements.interleaved(cases, steps, config.measurement.blocks, session)
-    on_every_rank(lambda: measurements.require_steady(measured, config.measurement.max_spread), collectives)
     found = _facts(config, cases, measured, steps, session)
     if collectives.size > 1:
         found["network"] = reductions.measure(collectives)
@@ -77,12 +78,13 @@ def _facts(
     }
     for case in cases:
         calls_ms = [each for calls in session.collectives.allgather(case.clock.calls_ms()) for each in calls]
-        found["cases"][case.name] = measurements.describe(measured, case.name, calls_ms)
+        unsteady = measurements.unsteadiness(measured, case.name, config.measurement.max_spread)
+        found["cases"][case.name] = {**measurements.describe(measured, case.name, calls_ms), "unsteady": unsteady}
     for name, to in ((INDEPENDENT, ALONE), (SYNC, INDEPENDENT), (LOCAL, INDEPENDENT)):
         if name in measured:
             found["ratios"][f"{name} over {to}"] = measurements.ratio(measured, name, to)
     shown = next((case for case in cases if case.name == SYNC), cases[0])
-    found["shares"] = shown.runner.shares.summary(found["cases"][shown.name]["step_ms"])
+    found["shares"] = shown.runner.time_shares.summary(found["cases"][shown.name]["step_ms"])
     speed = found["cases"][shown.name]["examples_per_second"]
     found["scaling_efficiency"] = speed / (topology.size * found["cases"][ALONE]["examples_per_second"])
     return found
@@ -104,4 +106,4 @@ def _write(found: dict[str, Any], folder: Path) -> None:
         print(prediction.table(found["prediction"]), flush=True)
     print(f"written: {folder / 'bench.json'}" + (f", {folder / 'bench.png'}" if is_drawn else ""), flush=True)
     if not is_drawn:
-        print("no figure was drawn: matplotlib is not installed", flush=True)
+        print(NO_FIGURE.format(folder / "bench.png"), flush=True)

@@ -36,10 +36,10 @@ class BenchStepConfig(StepConfig):
 @Parameter(name="*", group=help_group("Prediction (--predict)"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictionConfig(Config):
-    """For which number of ranks the time of a step is predicted, and on which network."""
+    """The predictions: numbers of ranks, the network, failures."""
 
     predict: str | None = None
-    """Numbers of ranks whose steps to predict, such as 8,64,512."""
+    """Numbers of ranks to predict step times for, such as 8,64,512."""
     ranks_per_host: int | None = None
     """Ranks on each host (default: as in this job)."""
     link_mbit: float | None = None
@@ -47,9 +47,9 @@ class PredictionConfig(Config):
     link_latency_ms: float | None = None
     """Latency of a message between hosts, software included (default: measured)."""
     within_mbit: float | None = None
-    """The same rate within a host (default: measured if all ranks of this job share one)."""
+    """Rate of an allreduce within a host, Mbit/s (default: measured if all ranks of this job share a host)."""
     within_latency_ms: float | None = None
-    """The same latency within a host."""
+    """Latency of a message within a host, software included (default: likewise)."""
     rank_mtbf_hours: float | None = None
     """Mean time between failures of one rank (default: no failures)."""
     checkpoint_minutes: float = 10.0
@@ -69,7 +69,7 @@ class PredictionConfig(Config):
         require(self, "ranks_per_host", lambda value: value >= 1, "at least 1")
         for one, other in (("link_mbit", "link_latency_ms"), ("within_mbit", "within_latency_ms")):
             if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise UsageError(f"{flag_of(one)} and {flag_of(other)} belong together. Received: one of them.")
+                raise UsageError(f"{flag_of(one)} and {flag_of(other)} must be set together. Received: one of them.")
         if self.predict is not None and not all(each.isdigit() and int(each) > 0 for each in self.predict.split(",")):
             raise broken_rule("predict", "numbers of ranks separated by commas, such as 8,64,512", self.predict)
 
@@ -91,7 +91,7 @@ class MeasurementConfig(Config):
     block_seconds: float = 1.0
     """Minimum duration of a measurement."""
     max_spread: float = 0.1
-    """Report nothing if the medians of every other measurement of a case differ by more than this fraction."""
+    """Mark a case as unsteady if the medians of its odd and even measurements differ by more than this fraction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

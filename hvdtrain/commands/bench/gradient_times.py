@@ -16,7 +16,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients, unreduced
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.tasks import Task
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.clock import Clock
 
 _STEPS = 20
@@ -27,7 +27,7 @@ def _now_s(_: np.ndarray) -> np.float64:
 
 
 class _TimingCollectives(SingleProcessCollectives):
-    """Reduces nothing, and records when it could."""
+    """Reduces nothing; records when each gradient could be reduced."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,14 +8,10 @@ import numpy as np
 
 from hvdtrain.commands.bench.cases import Block, Case
 from hvdtrain.commands.session import Session
-from hvdtrain.errors import HvdtrainError, StoppedEarly
+from hvdtrain.errors import StoppedEarly
 
 Measured = dict[str, list[list[Block]]]
 """By case name: for each measurement, the blocks of the participating ranks."""
-
-
-class UnsteadyError(HvdtrainError):
-    """Repeated measurements of a case differ too much."""
 
 
 def interleaved(cases: Sequence[Case], steps: int, times: int, session: Session) -> Measured:
@@ -43,17 +39,17 @@ def spread(values: Sequence[float]) -> float:
     return abs(one - other) / min(one, other)
 
 
-def require_steady(measured: Measured, max_spread: float) -> None:
-    """Raises UnsteadyError if repeated measurements of a case differ by more than ``max_spread``."""
-    for name in measured:
-        values = seconds_per_step(measured, name)
-        if (found := spread(values)) > max_spread:
-            one, other = (1000 * statistics.median(half) for half in (values[::2], values[1::2]))
-            raise UnsteadyError(
-                f"two measurements of {name!r} must differ by at most {max_spread:.0%}. Received: {one:.3f} and "
-                f"{other:.3f} ms per step, {found:.0%} apart. Nothing is reported. Stop other programs here, or "
-                "increase --block-seconds or --max-spread."
-            )
+def unsteadiness(measured: Measured, name: str, max_spread: float) -> str | None:
+    """Why a case counts as unsteady: repeated measurements of it differ by more than ``max_spread``; None if not."""
+    values = seconds_per_step(measured, name)
+    if (found := spread(values)) <= max_spread:
+        return None
+    one, other = (1000 * statistics.median(half) for half in (values[::2], values[1::2]))
+    return (
+        f"two measurements of {name!r} must differ by at most {max_spread:.0%}. Received: {one:.3f} and {other:.3f} ms "
+        f"per step, {found:.0%} apart. Its values and ratios are unreliable: stop other programs here, or increase "
+        "--block-seconds or --max-spread."
+    )
 
 
 def describe(measured: Measured, name: str, calls_ms: Sequence[float]) -> dict[str, Any]:

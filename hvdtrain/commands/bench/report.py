@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC
+from hvdtrain.commands.figures import make_figure
 
+_MARK = "*"
 _SHARES = ("input", "compute", "communication")
 
 
@@ -14,16 +16,22 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"{'':<18}" + "".join(f"{name:>13}" for name in columns)]
     for name, case in found["cases"].items():
         values = (case["step_ms"], case["step_ms_p50"], case["step_ms_p95"])
-        line = "".join(f"{value:>13.3f}" for value in values) + f"{case['spread']:>12.1%} "
+        line = (
+            "".join(f"{value:>13.3f}" for value in values)
+            + f"{case['spread']:>12.1%}"
+            + (_MARK if case["unsteady"] else " ")
+        )
         lines.append(f"{name:<18}{line}{case['examples_per_second']:>12.0f} {case['cpu_seconds_per_step']:>12.5f}")
     for name, ratio in found["ratios"].items():
-        lines.append(f"{name}: {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f})")
+        one, _, other = name.partition(" over ")
+        mark = _MARK if found["cases"][one]["unsteady"] or found["cases"][other]["unsteady"] else ""
+        lines.append(f"{name}: {ratio['median']:.3f}{mark} ({ratio['min']:.3f} to {ratio['max']:.3f})")
     if "shares" in found:
         shares = found["shares"]
         lines.append("of a sync step: " + ", ".join(f"{name} {shares[f'{name}_fraction']:.1%}" for name in _SHARES))
         lines.append(f"scaling efficiency (over independent ranks): {found['scaling_efficiency']:.3f}")
     for row in found["network"]["allreduce"] if "network" in found else ():
-        comparison = "" if row["over_mpi"] is None else f", {row['over_mpi']:.2f}x a bare MPI_Allreduce"
+        comparison = "" if row["over_mpi"] is None else f", {row['over_mpi']:.2f}x the time of a bare MPI_Allreduce"
         lines.append(
             f"allreduce of {row['bytes']:,} bytes: {1000 * row['seconds']:.3f} ms{comparison}, each rank sends "
             f"{row['sent_bits_per_second'] / 1e6:.0f} Mbit/s"
@@ -31,19 +39,19 @@ def table(found: dict[str, Any]) -> str:
     for host, speed in found["network"]["link_bits_per_second"].items() if "network" in found else ():
         bandwidth = "cannot be reached over TCP" if speed is None else f"{speed / 1e6:.0f} Mbit/s"
         lines.append(f"one connection to {host}: {bandwidth}")
+    lines += [f"{_MARK} unsteady: {case['unsteady']}" for case in found["cases"].values() if case["unsteady"]]
     return "\n".join(lines)
 
 
 def draw(found: dict[str, Any], path: Path) -> bool:
     """Plots examples/s of all cases and the breakdown of a sync step; returns False if matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = make_figure(figsize=(8, 3.6), layout="constrained")
+    if figure is None:
         return False
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
     speeds, times = figure.subplots(2, 1, height_ratios=(3, 1))
     names = [name for name in reversed((ALONE, INDEPENDENT, SYNC, LOCAL)) if name in found["cases"]]
-    bars = speeds.barh(names, [found["cases"][name]["examples_per_second"] for name in names], color="tab:blue")
+    labels = [f"{name} (unsteady)" if found["cases"][name]["unsteady"] else name for name in names]
+    bars = speeds.barh(labels, [found["cases"][name]["examples_per_second"] for name in names], color="tab:blue")
     speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
     ideal = found["ranks"] * found["cases"][ALONE]["examples_per_second"]
     speeds.axvline(ideal, color="gray", linestyle="--", label=f"{found['ranks']} x one rank alone")

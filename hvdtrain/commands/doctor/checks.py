@@ -68,7 +68,9 @@ def find_horovod() -> list[Finding]:
 
     built = ", ".join(f"{name} {'yes' if is_built else 'no'}" for name, is_built in horovod.build_facts().items())
     findings = [Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else _REBUILD)]
-    required = [text for text in importlib.metadata.requires("horovod") or [] if text.startswith("tensorflow==")]
+    required = [
+        text for text in importlib.metadata.requires("hvdtrain-horovod") or [] if text.startswith("tensorflow==")
+    ]
     expected = required[0].removeprefix("tensorflow==") if required else "unknown"
     findings.append(
         Finding(
@@ -115,7 +117,7 @@ def try_allreduce() -> list[Finding]:
     began_s = time.perf_counter()
     (total,) = collectives.sum(values)
     took_ms = 1000 * (time.perf_counter() - began_s)
-    right = bool(np.all(total == topology.size))
+    correct = bool(np.all(total == topology.size))
     settings = ", ".join(f"{name}={value}" for name, value in environment.performance_settings().items())
     return [
         Finding(
@@ -125,7 +127,7 @@ def try_allreduce() -> list[Finding]:
         Finding("settings", settings),
         Finding(
             "allreduce",
-            f"1 MiB on {topology.size} rank(s): {'right' if right else 'WRONG SUM'}, {took_ms:.2f} ms",
-            None if right else "Horovod was built with another MPI: see launch/horovod",
+            f"1 MiB on {topology.size} rank(s): {'correct' if correct else 'WRONG SUM'}, {took_ms:.2f} ms",
+            None if correct else "Horovod was built with another MPI: see launch/horovod",
         ),
     ]

@@ -21,7 +21,7 @@ def make_strategy(context: StrategyContext, config: StepConfig, *, total_steps: 
         return SyncStrategy(context)
     if num_synchronized:
         raise UsageError(
-            "BatchNormalization over all ranks needs them in lockstep, which local SGD has not. Received: "
+            "BatchNormalization over all ranks needs them in lockstep, which local SGD does not keep. Received: "
             f"{num_synchronized} synchronized layer(s). Leave --sync-batchnorm and synchronized=True out."
         )
     local = LocalStrategy(context, config.local_sgd, total_steps)

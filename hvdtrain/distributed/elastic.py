@@ -1,0 +1,110 @@
+"""The collectives of an elastic job, whose ranks change while it runs: over Gloo, started anew for each generation."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
+from hvdtrain.distributed.horovod import HorovodCollectives
+from hvdtrain.system import environment
+from hvdtrain.system.launcher import Launcher
+
+
+class ElasticCollectives(HorovodCollectives):
+    """Collectives that can be started again with other ranks, without another trace of what was compiled.
+
+    Compiled steps always reduce, even while there is one rank, and no number of ranks is part of them.
+    """
+
+    may_change = True
+
+    def __init__(self, launcher: Launcher):
+        self._sockets_lock = threading.Lock()
+        self._sockets: set[_Socket] = set()
+        before = _connected_sockets()
+        super().__init__(launcher)
+        self._sockets = _connected_sockets() - before
+
+    @property
+    def reduces(self) -> bool:
+        return True
+
+    def restart(self, place: Mapping[str, int], address: str, port: int) -> None:
+        """Leaves the ranks of before and connects to others.
+
+        Args:
+            place: see :func:`~hvdtrain.system.environment.set_place`.
+            address: that of the rendezvous.
+
+        Raises:
+            Exception: one of them is lost.
+        """
+        self.leave()
+        environment.set_place(place, address, port)
+        environment.set_gloo_timeout_of_restarts()
+        before = _connected_sockets()
+        self._hvd.init()
+        with self._sockets_lock:
+            self._sockets = _connected_sockets() - before
+
+    def leave(self) -> None:
+        """Disconnects from the ranks of this generation; those that live must call it together."""
+        self._hvd.shutdown()
+        with self._sockets_lock:
+            self._sockets = set()
+
+    def cut(self) -> None:
+        """Makes the collectives that are under way fail at once, from any thread.
+
+        The ranks that are connected to a lost one notice it by themselves, the others only after Gloo's timeout.
+        """
+        with self._sockets_lock:
+            for each in self._sockets:
+                # Horovod may have closed it, and its descriptor may be that of another file.
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as duplicate:
+                    if os.fstat(duplicate.fileno()).st_ino == each.inode:
+                        duplicate.shutdown(socket.SHUT_RDWR)
+
+    def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
+        reduce = super().gradient_reducer(config)
+
+        def reduce_all_or_nothing(gradients: Sequence[Gradient]) -> ReducedGradients:
+            reduced = reduce(gradients)
+            # If a rank is lost, no variable may be updated unless all gradients were reduced: the step is repeated.
+            with tf.control_dependencies(list(reduced.buckets)):
+                buckets = [tf.identity(bucket) for bucket in reduced.buckets]
+            return dataclasses.replace(reduced, buckets=buckets)
+
+        return reduce_all_or_nothing
+
+    def _num_ranks(self) -> tf.Tensor:
+        return self._hvd.size_op()
+
+
+class _Socket(NamedTuple):
+    descriptor: int
+    inode: int
+    """Horovod closes the sockets of before only when it starts again: new ones may have the same descriptors."""
+
+
+def _connected_sockets() -> set[_Socket]:
+    """This process's TCP connections; not from the kernel's table of all connections, whose reading may miss some."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        # Descriptors are closed meanwhile, that of the listing among them.
+        with contextlib.suppress(OSError):
+            descriptor, status = int(name), os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+                    if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+                        duplicate.getpeername()
+                        found.add(_Socket(descriptor, status.st_ino))
+    return found

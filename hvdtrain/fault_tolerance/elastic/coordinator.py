@@ -1,0 +1,382 @@
+"""The coordinator of an elastic job: connects its processes, notices losses, and begins generations."""
+
+import contextlib
+import hmac
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hvdtrain.distributed.rendezvous import Rendezvous
+from hvdtrain.errors import DisagreementError, StoppedEarly
+from hvdtrain.fault_tolerance.channel import Connection, Message
+from hvdtrain.fault_tolerance.elastic.generation import Generation
+from hvdtrain.fault_tolerance.elastic.membership import Member, Membership
+from hvdtrain.fault_tolerance.elastic.peer import Peer
+from hvdtrain.fault_tolerance.stop_consensus import StopVote
+
+HEARTBEAT_S = 1.0
+_HELLO_S = 5.0
+_START_S = 120.0
+"""How long the first generation waits for all processes, if there are at least the minimum."""
+_MAX_DIFFERENCES = 5
+
+
+class Coordinator:
+    """Decides who trains, until the job has ended.
+
+    Args:
+        token: what members must know; others are disconnected.
+        start_size: members that the first generation waits for.
+        timeout_s: how long fewer members than the minimum wait for others before they save and end.
+        host: the address to listen on.
+        say: prints a message.
+        on_removed: called with the process ID and host of a member that is no longer part of the job.
+        clock: returns the time in seconds; monotonic.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        token: str,
+        start_size: int,
+        timeout_s: float,
+        host: str,
+        say: Callable[[str], None],
+        on_removed: Callable[[int, str], None] = lambda pid, host: None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._membership = membership
+        self._token = token
+        self._start_size = start_size
+        self._timeout_s = timeout_s
+        self._say = say
+        self._on_removed = on_removed
+        self._clock = clock
+        self._listener = socket.create_server((host, 0), backlog=100)
+        self._listener.setblocking(False)
+        self._host = host
+        self._selector = selectors.PollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._peers: list[Peer] = []
+        self._facts: Mapping[str, Any] | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._vote: StopVote | None = None
+        self._stop_reason: str | None = None
+        self._waits_since: float | None = None
+        self._heartbeat_at = clock()
+        self._progress_at = clock()
+        self.exit_code: int | None = None
+        """The exit code of the job, once it is decided."""
+        self.lost = 0
+        """Number of members that were lost."""
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.getsockname()[1])
+
+    @property
+    def has_members(self) -> bool:
+        """Whether any process is connected."""
+        return bool(self._peers)
+
+    @property
+    def generation(self) -> int:
+        """The number of the current generation; 0 before the first."""
+        return self._membership.generation
+
+    def stop(self, reason: str) -> None:
+        """Makes all members save and end, at the same step."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            if self._membership.generation == 0:
+                self._end(StoppedEarly.exit_code)
+
+    def poll(self, timeout_s: float) -> None:
+        """Waits for messages, at most this long, and acts on them and on what is due."""
+        ready = self._selector.select(timeout_s)
+        now = self._clock()
+        for key, _ in ready:
+            if key.data is None:
+                self._accept(now)
+            else:
+                self._receive(key.data, now)
+        for peer in [each for each in self._peers if each.connection.is_lost]:
+            self._remove(peer, "its connection was lost: killed, or host down")
+        self._check_timeouts(now)
+        self._send_heartbeats(now)
+        self._advance(now)
+
+    def close(self) -> None:
+        """Disconnects everybody."""
+        for peer in self._peers:
+            peer.connection.close()
+        self._selector.close()
+        self._listener.close()
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+
+    # Messages.
+
+    def _accept(self, now: float) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer = Peer(Connection(self._listener.accept()[0]), now)
+                self._peers.append(peer)
+                self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    def _receive(self, peer: Peer, now: float) -> None:
+        for message in peer.connection.receive():
+            peer.received_at = now
+            if peer.member is None:
+                self._greet(peer, message)
+            else:
+                self._handle(peer, peer.member, message, now)
+            if peer not in self._peers:
+                return
+
+    def _greet(self, peer: Peer, message: Message) -> None:
+        try:
+            valid = hmac.compare_digest(str(message["token"]).encode(errors="replace"), self._token.encode())
+            host, pid, facts = str(message["host"]), int(message["pid"]), dict(message["facts"])
+            peer.stall_timeout_s = float(message["stall_timeout_s"])
+        except (KeyError, TypeError, ValueError):
+            valid = False
+        if not valid or message.get("kind") != "hello":
+            self._disconnect(peer)
+            return
+        if self._facts is not None and (differences := _differences(self._facts, facts)):
+            self._say(f"refused process {pid} (host {host}): {differences}")
+            text = (
+                "a process that joins must have the options and versions of the job. Received: "
+                f"{differences}. Start it with the same command and code."
+            )
+            peer.connection.send({"kind": "refused", "code": DisagreementError.exit_code, "text": text})
+            self._disconnect(peer)
+            return
+        if self.exit_code is not None:
+            peer.connection.send({"kind": "end", "code": self.exit_code})
+            self._disconnect(peer)
+            return
+        self._facts = self._facts or facts
+        peer.member, peer.pid = self._membership.join(host), pid
+        peer.connection.send(
+            {
+                "kind": "welcome",
+                "member": peer.member.number,
+                "must_warm_up": not peer.member.is_ready,
+                "start_size": self._start_size,
+            }
+        )
+
+    def _handle(self, peer: Peer, member: Member, message: Message, now: float) -> None:
+        match message:
+            case {"kind": "heartbeat", "heartbeats": int(heartbeats), "step": step}:
+                if heartbeats != peer.heartbeats:
+                    self._progress_at = now
+                peer.heartbeats, peer.step = heartbeats, step
+            case {"kind": "ready"}:
+                member.is_ready = True
+            case {"kind": "answer", "passed": int(passed)}:
+                if self._vote is not None:
+                    self._vote.record(member.number, passed)
+            case {"kind": "hold", "generation": int(generation)}:
+                member.holds = member.holds or generation == self._membership.generation
+                self._progress_at = now
+            case {"kind": "broken", "generation": int(generation)}:
+                if generation == self._membership.generation and not self._membership.is_interrupted:
+                    self._membership.is_interrupted = True
+                    self._interrupt()
+            case {"kind": "leave", "reason": str(reason)}:
+                self._leave(peer, member, reason)
+            case {"kind": "stop", "reason": str(reason)}:
+                self.stop(reason)
+            case {"kind": "bye"}:
+                peer.has_finished = True
+                if self.exit_code is None and member.trains:
+                    self._decide_exit_code()
+            case {"kind": "end", "code": int(code)}:
+                self._end(code)
+
+    def _leave(self, peer: Peer, member: Member, reason: str) -> None:
+        if not member.trains:
+            self._dismiss(peer)
+        elif len(self._membership.training) == 1 and not self._membership.candidates[1:]:
+            self.stop(reason)  # Nobody remains to hand over to.
+        else:
+            self._say(f"{peer.name} leaves: {reason}")
+            member.is_leaving = True
+
+    # Losses.
+
+    def _remove(self, peer: Peer, why: str) -> None:
+        self._disconnect(peer)
+        member = peer.member
+        if member is None or member.number not in self._membership.members:
+            return
+        interrupts = self._membership.remove(member.number)
+        if peer.has_finished or self.exit_code is not None:
+            return
+        at_step = "" if peer.step is None else f" at step {peer.step}"
+        self._say(f"lost {peer.name}{at_step}: {why}")
+        self._on_removed(peer.pid, member.host)
+        if interrupts:
+            self.lost += 1
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Ends the current generation at once: its reductions, or its rendezvous, cannot complete."""
+        self._vote = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+            self._rendezvous = None
+        for peer in self._peers:
+            if peer.member is not None and peer.member.trains:
+                peer.connection.send({"kind": "cut", "generation": self._membership.generation})
+
+    def _check_timeouts(self, now: float) -> None:
+        for peer in list(self._peers):
+            if peer.member is None:
+                if now - peer.received_at > _HELLO_S:
+                    self._disconnect(peer)
+            elif peer.stall_timeout_s and now - peer.received_at > peer.stall_timeout_s:
+                self._remove(peer, f"no heartbeat for {peer.stall_timeout_s:g} s")
+        self._check_progress(now)
+
+    def _check_progress(self, now: float) -> None:
+        """Removes the members that the others wait for if no member makes progress."""
+        peers = [peer for peer in self._peers if peer.member is not None and peer.member.trains]
+        timeout_s = max((peer.stall_timeout_s for peer in peers), default=0.0)
+        if not timeout_s or now - self._progress_at <= timeout_s or self._membership.all_hold:
+            return
+        self._progress_at = now
+        behind = min(peer.heartbeats for peer in peers)
+        stalled = [peer for peer in peers if peer.heartbeats == behind]
+        if self._membership.is_interrupted:
+            stalled = [peer for peer in peers if peer.member is not None and not peer.member.holds]
+        if len(stalled) == len(peers):
+            self._say(f"no member made progress for {timeout_s:g} s. The job ends.")
+            self._end(1)
+            return
+        for peer in stalled:
+            self._remove(peer, f"the others have waited for it for {timeout_s:g} s")
+
+    # Generations.
+
+    def _advance(self, now: float) -> None:
+        """Makes the current generation hold if it has to, or begins the next one."""
+        if self.exit_code is not None:
+            return
+        membership = self._membership
+        if membership.training and not membership.all_hold:
+            self._waits_since = None
+            wants_pause = self._stop_reason is not None or membership.must_pause
+            if wants_pause and not membership.is_interrupted and self._vote is None:
+                self._propose()
+            elif self._vote is not None and (check := self._vote.decision()) is not None:
+                self._send_training({"kind": "decision", "check": check})
+            return
+        is_first = membership.generation == 0
+        if not is_first and not membership.training:
+            self._say("all members were lost, and the state of the run with them. Restart the job to resume it.")
+            self._end(1)
+            return
+        if self._waits_since is None:
+            self._waits_since = now
+        has_waited = now - self._waits_since > (_START_S if is_first else self._timeout_s)
+        num_candidates = len(membership.candidates)
+        if is_first:
+            if num_candidates >= self._start_size or (has_waited and membership.can_form):
+                self._begin()
+        elif self._stop_reason is not None:
+            self._begin(is_last=True)
+        elif membership.can_form:
+            self._begin()
+        elif has_waited:
+            self._stop_reason = (
+                f"{num_candidates} member(s) have waited {self._timeout_s:g} s for at least {membership.minimum}"
+            )
+            self._begin(is_last=True)
+
+    def _propose(self) -> None:
+        self._vote = StopVote(len(self._membership.training))
+        self._vote.open()
+        stops = self._stop_reason is not None
+        reason = self._stop_reason or "the members of the job change"
+        self._send_training({"kind": "propose", "reason": reason, "stops": stops})
+
+    def _begin(self, *, is_last: bool = False) -> None:
+        before = {member.number for member in self._membership.training}
+        chosen, leaving = self._membership.form()
+        self._vote = None
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._rendezvous = Rendezvous(self._host)
+        generation = Generation(
+            self._membership.generation,
+            tuple(member.number for member in chosen),
+            tuple(member.host for member in chosen),
+            self._host,
+            self._rendezvous.port,
+            is_last,
+        )
+        self._progress_at = self._clock()
+        new = [member.number for member in chosen if member.number not in before]
+        joined = f", {len(new)} of them new" if before and new else ""
+        self._say(f"generation {generation.number}: {len(chosen)} rank(s){joined}")
+        for peer in list(self._peers):
+            if peer.member in leaving:
+                self._dismiss(peer)
+            elif peer.member in chosen:
+                peer.connection.send({"kind": "begin", **generation.message()})
+
+    def _send_training(self, message: Message) -> None:
+        for peer in self._peers:
+            if peer.member is not None and peer.member.trains:
+                peer.connection.send(message)
+
+    # The end.
+
+    def _decide_exit_code(self) -> None:
+        """A member has completed its work: the others have, or are about to."""
+        self.exit_code = StoppedEarly.exit_code if self._stop_reason is not None else 0
+        for peer in self._peers:
+            if peer.member is not None and not peer.member.trains:
+                peer.connection.send({"kind": "end", "code": self.exit_code})
+
+    def _end(self, code: int) -> None:
+        """Ends all members at once."""
+        if self.exit_code is None:
+            self.exit_code = code
+            for peer in self._peers:
+                peer.connection.send({"kind": "end", "code": code})
+
+    def _dismiss(self, peer: Peer) -> None:
+        peer.has_finished = True
+        # One that trains disconnects from the others together with them.
+        trains = peer.member is not None and peer.member.trains
+        peer.connection.send({"kind": "dismissed"} if trains else {"kind": "end", "code": 0})
+        if peer.member is not None:
+            self._membership.members.pop(peer.member.number, None)
+
+    def _disconnect(self, peer: Peer) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        self._peers.remove(peer)
+
+    def _send_heartbeats(self, now: float) -> None:
+        if now < self._heartbeat_at:
+            return
+        self._heartbeat_at = now + HEARTBEAT_S
+        for peer in self._peers:
+            if peer.member is not None:
+                peer.connection.send({"kind": "heartbeat"})
+
+
+def _differences(expected: Mapping[str, Any], received: Mapping[str, Any]) -> str:
+    names = [name for name in sorted({*expected, *received}) if expected.get(name) != received.get(name)]
+    shown = [f"{name}: {received.get(name, 'missing')!r}, not {expected.get(name, 'missing')!r}" for name in names]
+    more = f"; and {len(shown) - _MAX_DIFFERENCES} more" if len(shown) > _MAX_DIFFERENCES else ""
+    return "; ".join(shown[:_MAX_DIFFERENCES]) + more

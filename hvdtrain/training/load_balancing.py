@@ -1,0 +1,104 @@
+"""Load balancing: faster ranks get more samples of the same global batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data.feeds import TrainingFeed
+from hvdtrain.data.sample_plan import split_batch
+from hvdtrain.errors import UsageError
+from hvdtrain.system import devices
+from hvdtrain.training.config import BalanceConfig
+from hvdtrain.training.step_times import TimeShares
+
+_MIN_GAIN = 0.05
+"""How much shorter the steps of the slowest rank must become: less than this is noise, also between equal ranks."""
+
+
+def rebalanced(sizes: Sequence[int], seconds: Sequence[float], most: int) -> tuple[int, ...]:
+    """The batch sizes with which ranks would take equally long, or the same ones if that gains less than 5 %.
+
+    Args:
+        sizes: samples of each rank in a micro-batch; at least 1.
+        seconds: how long each rank took to compute them.
+        most: the most samples that a rank may have.
+    """
+    per_sample = np.asarray(seconds, np.float64) / np.asarray(sizes)
+    proposed = split_batch(sum(sizes), list(1 / per_sample), most)
+    expected_s = float(np.max(per_sample * np.asarray(proposed)))
+    return proposed if expected_s <= (1 - _MIN_GAIN) * max(seconds) else tuple(sizes)
+
+
+class LoadBalancer:
+    """Assigns the samples of each global batch to ranks, from how long they took for the steps before.
+
+    The global batch stays the same, and each rank's loss is weighted by its number of samples: the updates are those
+    of one process, whatever the assignment.
+
+    Args:
+        feed: this rank's micro-batches, whose plan is changed.
+    """
+
+    def __init__(self, config: BalanceConfig, feed: TrainingFeed, times: TimeShares):
+        self._config = config
+        self._feed = feed
+        self._times = times
+        self._num_changes = 0
+        if config.balance and devices.is_deterministic():
+            raise UsageError("--balance measures time. Received: deterministic mode. Use --shares, or leave one out.")
+        plan = feed.plan
+        self._most = config.max_batch_size or 2 * plan.batch_size
+        if config.rank_shares is not None:
+            if len(config.rank_shares) != plan.size:
+                raise UsageError(
+                    f"--shares must have a number for each rank. Received: {config.shares} for {plan.size} rank(s)"
+                )
+            feed.set_rank_batch_sizes(split_batch(plan.micro_batch_size, config.rank_shares, plan.micro_batch_size))
+
+    @property
+    def rank_batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each rank in a full micro-batch."""
+        plan = self._feed.plan
+        return plan.rank_batch_sizes or (plan.batch_size,) * plan.size
+
+    def update(self, micro_batch: int) -> None:
+        """Changes the assignment, from this micro-batch on, if that makes steps shorter.
+
+        All ranks must call it, after an exchange of step times.
+        """
+        if not self._config.balance:
+            return
+        # Until all gradients are computed: what the other ranks wait for.
+        seconds = self._times.all_steps[-1][:, :, 1]
+        seconds = seconds[:, ~np.isnan(seconds).any(axis=0)]
+        if not seconds.size:
+            return
+        before = self.rank_batch_sizes
+        sizes = rebalanced(before, np.median(seconds, axis=1).tolist(), self._most)
+        if sizes != before:
+            self._num_changes += 1
+            self._feed.set_rank_batch_sizes(sizes)
+            self._feed.start(micro_batch)
+
+    def gauges(self) -> dict[str, float]:
+        """What a log line says of the assignment."""
+        sizes = self.rank_batch_sizes
+        return {"smallest_batch": min(sizes), "largest_batch": max(sizes)} if self._config.is_active else {}
+
+    def summary(self) -> dict[str, Any]:
+        """Its part of a run's ``summary.json``."""
+        if not self._config.is_active:
+            return {}
+        return {"rank_batch_sizes": list(self.rank_batch_sizes), "batch_size_changes": self._num_changes}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"rank_batch_sizes": list(self.rank_batch_sizes), "changes": self._num_changes}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores what :meth:`state` returned; on another number of ranks the assignment begins anew."""
+        sizes = tuple(state["rank_batch_sizes"])
+        if self._config.balance and len(sizes) == self._feed.plan.size:
+            self._feed.set_rank_batch_sizes(sizes)
+            self._num_changes = state["changes"]

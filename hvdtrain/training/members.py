@@ -1,0 +1,224 @@
+"""What the training loop does when the ranks of a job change: by default nothing, for they do not."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import keras
+
+from hvdtrain.distributed.elastic import ElasticCollectives
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.fault_tolerance.shutdown import is_secondary
+from hvdtrain.optim.distributed_optimizer import require_hooks
+from hvdtrain.optim.equal_start import EqualStart
+from hvdtrain.optim.global_loss import end_checks
+from hvdtrain.optim.hook_state import model_hooks
+from hvdtrain.training.state import RunState
+from hvdtrain.training.step_runner import StepRunner, sample_plan
+
+
+class Members(Protocol):
+    """The ranks that train together."""
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether this process joins a job that trains already."""
+
+    def prepare(self) -> None:
+        """Call it when the step can be compiled, before the first one."""
+
+    def pause_if_due(self) -> None:
+        """Raises MembershipChange if all ranks hold at this point of the run."""
+
+    def is_over(self, error: Exception) -> bool:
+        """Whether an error means that the ranks change."""
+
+    def rejoin(self) -> None:
+        """Continues with other ranks, at the last step that any of them has completed."""
+
+    def summary(self) -> dict[str, Any]:
+        """Its part of a run's ``summary.json``."""
+
+
+class FixedMembers:
+    """The ranks that the launcher started."""
+
+    is_newcomer = False
+
+    def prepare(self) -> None:
+        pass
+
+    def pause_if_due(self) -> None:
+        pass
+
+    def is_over(self, error: Exception) -> bool:
+        return False
+
+    def rejoin(self) -> None:
+        raise AssertionError("the ranks of this job do not change")
+
+    def summary(self) -> dict[str, Any]:
+        return {}
+
+
+class _Place(NamedTuple):
+    """How far a member has come: the furthest one's state is everybody's."""
+
+    has_state: bool
+    step: int
+    is_between_calls: bool
+    is_logged: bool
+
+
+class ElasticMembers:
+    """The members of an elastic job, which change while it trains.
+
+    Args:
+        on_change: called when other ranks train together from now on.
+        on_leave: called before this process, which leaves the job, ends.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        state: RunState,
+        watch: ElasticWatch,
+        *,
+        on_change: Callable[[], None],
+        on_leave: Callable[[], None],
+    ):
+        if not isinstance(runner.collectives, ElasticCollectives):
+            raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
+        _require_supported(runner)
+        self._runner = runner
+        self._state = state
+        self._watch = watch
+        self._coordinator = watch.coordinator
+        self._collectives = runner.collectives
+        self._on_change = on_change
+        self._on_leave = on_leave
+        self.is_newcomer = self._coordinator.must_warm_up
+        self._has_state = not self._coordinator.must_warm_up
+        self._num_changes = 0
+        self._seconds_lost = 0.0
+
+    def prepare(self) -> None:
+        """A newcomer compiles its step alone, by making one; then it joins the others."""
+        self._runner.keep_snapshot()
+        for hooks in model_hooks(self._runner.model):
+            # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
+            hooks.equal_start = EqualStart(SingleProcessCollectives())
+        self._coordinator.cut_with(self._collectives.cut)
+        if self.is_newcomer:
+            self._runner.train_step.run(1)
+            # Streams of its own, as ranks have from the start: see replica_consistency.broadcast.
+            for stream in [*random_streams(self._runner.model), global_stream()]:
+                stream.assign(own_random_stream(stream.numpy(), self._coordinator.number))
+            self._coordinator.is_ready()
+            self.rejoin()
+
+    def pause_if_due(self) -> None:
+        if self._coordinator.must_hold:
+            raise MembershipChange
+
+    def is_over(self, error: Exception) -> bool:
+        return isinstance(error, MembershipChange) or (is_secondary(error) and self._coordinator.wait_for_cut())
+
+    def rejoin(self) -> None:
+        start_s = time.monotonic()
+        self._rejoin()
+        self._seconds_lost += time.monotonic() - start_s
+
+    def _rejoin(self) -> None:
+        while True:
+            generation = self._coordinator.next_generation()
+            if generation is None:
+                self._collectives.leave()
+                self._on_leave()
+                self._coordinator.exit()
+            place = dataclasses.asdict(generation.place(self._coordinator.number))
+            try:
+                self._collectives.restart(place, generation.address, generation.port)
+                self._settle()
+                return
+            except Exception as error:
+                # Another member was lost meanwhile.
+                if not (self.is_over(error) or self._coordinator.wait_for_cut()):
+                    raise
+
+    def _settle(self) -> None:
+        """Makes the state of all members that of the furthest one, and divides the samples among them."""
+        runner, collectives = self._runner, self._collectives
+        runner.undo_interrupted_step()
+        progress = runner.progress
+        progress.reduced_steps += runner.train_step.steps_made - progress.step
+        progress.step = runner.train_step.steps_made
+        epoch = progress.epoch, progress.is_in_epoch
+        own = _Place(self._has_state, progress.step, progress.is_between_calls, progress.is_logged)
+        places = [_Place(*each) for each in collectives.allgather(tuple(own))]
+        source = places.index(max(places))
+        if not places[source].has_state:
+            raise HvdtrainError(
+                "the state of the run was lost with the ranks that had it. Restart the job to resume it."
+            )
+        is_source = collectives.rank == source
+        state = collectives.allgather(self._state.common() if is_source else None)[source]
+        if any(place[:2] != places[source][:2] for place in places):
+            # Until all of it has arrived, this rank's state is neither the old one nor the new one.
+            self._has_state = is_source
+            collectives.broadcast([each.value for each in self._shared_variables()], root_rank=source)
+        if not is_source:
+            self._state.apply_common(state)
+            runner.times.restore(progress.step)
+        if self.is_newcomer or epoch != (progress.epoch, progress.is_in_epoch):
+            runner.model.reset_metrics()
+        self.is_newcomer, self._has_state = False, True
+        end_checks()
+        runner.restart_with(sample_plan(runner.source, runner.config, collectives))
+        self._num_changes += 1
+        self._on_change()
+
+    def _shared_variables(self) -> list[Any]:
+        model = self._runner.model
+        return [*model.weights, *optimizer_variables(model)]
+
+    def summary(self) -> dict[str, Any]:
+        return {"membership_changes": self._num_changes, "membership_seconds": self._seconds_lost}
+
+
+def make_members(
+    runner: StepRunner,
+    state: RunState,
+    watch: JobWatch,
+    *,
+    on_change: Callable[[], None],
+    on_leave: Callable[[], None],
+) -> Members:
+    """The members of the job that this process belongs to; see :class:`ElasticMembers`."""
+    if not isinstance(watch, ElasticWatch):
+        return FixedMembers()
+    return ElasticMembers(runner, state, watch, on_change=on_change, on_leave=on_leave)
+
+
+def _require_supported(runner: StepRunner) -> None:
+    """Raises UsageError for what a step that is interrupted, and repeated by other ranks, cannot contain yet."""
+    config, optimizer = runner.config, runner.model.optimizer
+    unsupported = {
+        "--mode local": config.mode == "local",
+        "--gradient-accumulation-steps": config.gradient_accumulation_steps > 1,
+        "--sync-batchnorm": runner.num_synchronized > 0,
+        "--jit-compile": config.jit_compile,
+        "--balance or --shares": config.balancing.is_active,
+        "--bad-samples": config.guards.bad_samples > 0,
+        "--op sum or adasum": require_hooks(leaves_of(runner.model)[0]).reduction.op != "average",
+        "a loss scale, as of --mixed-precision float16": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
+        "a model with several optimizers": len(leaves_of(runner.model)) > 1,
+    }
+    if found := [name for name, is_used in unsupported.items() if is_used]:
+        raise UsageError(f"elastic jobs do not support {found[0]}. Leave it out, or use launch/run --restarts.")
