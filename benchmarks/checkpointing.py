@@ -74,7 +74,7 @@ def run_seconds(kind: str, steps: int, every: int, folder: Path) -> float:
         checkpoint=hvdtrain.CheckpointConfig(checkpoint_every=every),
         logging=hvdtrain.LoggingConfig(log_every=steps),
     )
-    hvdtrain.Trainer(model, data, config, callbacks=[timer], checkpointer=checkpointer).fit()
+    hvdtrain.Trainer(model, data, config, callbacks=[timer], checkpointer=checkpointer, reporter=None).fit()
     return timer.ended_s - timer.began_s
 
 

@@ -64,7 +64,9 @@ def measure(folder: Path) -> None:
     )
     make, batch_size = NETWORKS["cnn"]
     model = compiled(make(), keras.optimizers.SGD(1e-3))
-    summary = hvdtrain.Trainer(model, source, hvdtrain.TrainConfig(batch_size=batch_size, steps=STEPS)).fit()
+    summary = hvdtrain.Trainer(
+        model, source, hvdtrain.TrainConfig(batch_size=batch_size, steps=STEPS), reporter=None
+    ).fit()
     if topology.rank == 0:
         print(json.dumps({"input_fraction": summary["input_fraction"], "step_ms": summary["step_ms"]["p50"]}))
 

@@ -24,7 +24,7 @@ from keras import layers
 from hvdtrain import LocalSGDConfig
 from hvdtrain.data import Arrays, Data
 from hvdtrain.system import versions
-from hvdtrain.tasks import load_task
+from hvdtrain.tasks.loading import load_task
 
 CONTEXT_BYTES = 24
 # Name to a function from the number of steps to the configuration.
@@ -109,7 +109,7 @@ def final_loss(task: Digits | Text, local_sgd: LocalSGDConfig | None, seed: int,
         guards=hvdtrain.GuardConfig(check_every=0),
         logging=hvdtrain.LoggingConfig(log_every=task.steps),
     )
-    return hvdtrain.Trainer(model, Data(task.training, task.evaluation), config).fit()["eval"]["loss"]
+    return hvdtrain.Trainer(model, Data(task.training, task.evaluation), config, reporter=None).fit()["eval"]["loss"]
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def train(case: str, folder: Path) -> None:
             checkpoint=hvdtrain.CheckpointConfig(checkpoint_every=3),
         )
         checkpointer = hvdtrain.Checkpointer(folder, model) if case == "sync, checkpoints" else None
-        hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, y), config, checkpointer=checkpointer).fit()
+        hvdtrain.Trainer(model, hvdtrain.data.Arrays(x, y), config, checkpointer=checkpointer, reporter=None).fit()
     size = sum(4 * variable.value.shape.num_elements() for variable in model.weights)
     print("PEAK " + json.dumps({"model": size, "before": before, "peak": peak_bytes()}), flush=True)
 

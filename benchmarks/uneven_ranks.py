@@ -1,13 +1,13 @@
-"""Throughput with a straggler: one of four ranks takes twice as long, or is stopped; sync, local and wait-free.
+"""Throughput with a straggler: one of four ranks takes twice as long for a sample, or is stopped; in all modes.
 
     launch/run mpirun -np 4 python benchmarks/uneven_ranks.py
     launch/run horovodrun --gloo -np 4 python benchmarks/uneven_ranks.py
 
-A layer sleeps until each step has taken a fixed time, twice as long on the last rank. Prints the samples per second of
-all ranks, relative to sync training in the same repetition. Runs stay within one epoch, because in every mode ranks
-synchronize at its end and for evaluation. Then stops the last rank for ten seconds and prints how many steps rank 0
-makes in each second. The last results are in ``benchmarks/results/uneven_ranks-*.json``; ``benchmarks/local_figure.py``
-plots them.
+A layer sleeps for each sample, twice as long on the last rank. Prints the
+samples per second of all ranks, relative to sync training in the same repetition. Runs stay within one epoch, because
+in every mode ranks synchronize at its end and for evaluation. Then stops the last rank for ten seconds and prints how
+many steps rank 0 makes in each second. The last results are in ``benchmarks/results/uneven_ranks-*.json``;
+``benchmarks/local_figure.py`` plots them.
 """
 
 import argparse
@@ -28,33 +28,34 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain import LocalSGDConfig
+from hvdtrain import BalanceConfig, LocalSGDConfig
 from hvdtrain.data import Arrays, Data
 from hvdtrain.distributed import runtime
-from hvdtrain.tasks import load_task
+from hvdtrain.tasks.loading import load_task
 
-STEP_S, EVERY = 0.1, 8
+BATCH_SIZE, EVERY = 32, 8
+SAMPLE_S = 0.1 / BATCH_SIZE
 EPOCH_REPEATS = 10  # of the digits: longer than a run
-MODES = {
-    "sync": None,
-    "local": LocalSGDConfig(sync_every=EVERY),
-    "overlap": LocalSGDConfig(sync_every=EVERY, overlap=True),
-    "wait-free": LocalSGDConfig(sync_every=EVERY, wait_free=True),
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "balance": {"balancing": BalanceConfig(balance=True, balance_every=5)},
+    "local": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY)},
+    "overlap": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY, overlap=True)},
+    "wait-free": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY, wait_free=True)},
 }
 
 
 class Delay(layers.Layer):
-    """Sleeps until a step has taken its time, to simulate a slower processor."""
+    """Sleeps for each sample, to simulate a slower processor."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds_per_sample: float):
         super().__init__()
-        self._seconds = seconds
+        self._seconds_per_sample = seconds_per_sample
         self.step_ends_s: list[float] = []
         self.at_step = {}
 
     def _wait(self, x: np.ndarray) -> np.ndarray:
-        if self.step_ends_s:
-            time.sleep(max(0.0, self.step_ends_s[-1] + self._seconds - time.time()))
+        time.sleep(len(x) * self._seconds_per_sample)
         self.step_ends_s.append(time.time())
         self.at_step.pop(len(self.step_ends_s), lambda: None)()
         return x
@@ -80,7 +81,7 @@ def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | N
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     is_slow = topology.rank == topology.size - 1
-    delay = Delay((2 if is_slow else 1) * STEP_S)
+    delay = Delay((2 if is_slow else 1) * SAMPLE_S)
     delay.at_step = dict(at_step or {})
     task = load_task("digits")
     data = task.read_data(None)
@@ -92,19 +93,20 @@ def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | N
     repeated = Arrays(np.tile(x, (EPOCH_REPEATS, 1, 1, 1)), np.tile(y, EPOCH_REPEATS))
     curve = Curve()
     config = hvdtrain.TrainConfig(
-        mode="sync" if MODES[mode] is None else "local",
-        local_sgd=MODES[mode] or LocalSGDConfig(),
+        **MODES[mode],
+        batch_size=BATCH_SIZE,
         steps=steps,
         eval_every=eval_every,
         guards=hvdtrain.GuardConfig(check_every=0),
         logging=hvdtrain.LoggingConfig(log_every=steps),
     )
-    summary = hvdtrain.Trainer(model, Data(repeated, data.evaluation), config, callbacks=[curve]).fit()
+    summary = hvdtrain.Trainer(model, Data(repeated, data.evaluation), config, callbacks=[curve], reporter=None).fit()
     # Measured from the end of the tenth step, because the first ones compile.
     ends_s = delay.step_ends_s
     num_steps = len(ends_s) - 10
     return {
-        "samples_per_s": 32 * num_steps / (ends_s[-1] - ends_s[9]),
+        # With --balance, this rank has more or fewer: summed over ranks, this is right all the same.
+        "samples_per_s": BATCH_SIZE * num_steps / (ends_s[-1] - ends_s[9]),
         "step_ends_s": ends_s,
         "curve": [[moment - ends_s[0], loss] for moment, loss in curve.points],
         "steps": summary["steps"],
@@ -134,24 +136,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rates-only", action="store_true", help="measure the samples per second and nothing else")
     arguments = parser.parse_args()
-    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    modes = list(dict.fromkeys(["sync", *arguments.modes]))
+    rates: dict[str, list[float]] = {mode: [] for mode in modes}
     for _ in range(arguments.repeats):
-        for mode in MODES:
+        for mode in modes:
             rates[mode].append(
                 sum_over_ranks(train(mode, arguments.steps, eval_every=arguments.steps)["samples_per_s"])
             )
+    if topology.rank == 0:
+        for mode, values in rates.items():
+            ratios = [value / sync for value, sync in zip(values, rates["sync"], strict=True)]
+            print(
+                f"{topology.launcher}, {mode}: {statistics.median(values):.0f} samples/s, "
+                f"{statistics.median(ratios):.2f}x sync ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
+    if arguments.rates_only:
+        return
     # Separate runs, because ranks synchronize for evaluation.
-    runs = {mode: [{"curve": train(mode, arguments.steps, eval_every=10)["curve"]}] for mode in MODES}
+    runs = {mode: [{"curve": train(mode, arguments.steps, eval_every=10)["curve"]}] for mode in modes}
     counts = stopped_for_ten_seconds()
     if topology.rank != 0:
         return
-    for mode, values in rates.items():
-        ratios = [value / sync for value, sync in zip(values, rates["sync"], strict=True)]
-        print(
-            f"{topology.launcher}, {mode}: {statistics.median(values):.0f} samples/s, {statistics.median(ratios):.2f}"
-            f"x sync ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
     print(f"steps of rank 0 per second while the last rank is stopped: {counts}")
     name = "gloo" if "gloo" in topology.launcher else "mpi"
     path = Path(__file__).parent / "results" / f"uneven_ranks-{name}.json"

@@ -1,4 +1,4 @@
-"""Makes launch/lab and tests/parallel, which are no packages, importable."""
+"""Makes launch/lab and tests/parallel, which are not packages, importable."""
 
 import sys
 from pathlib import Path

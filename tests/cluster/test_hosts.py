@@ -96,6 +96,7 @@ def test_run_resumes_from_checkpoints_of_the_first_host(lab):
     assert other["weights_sha256"] == one["weights_sha256"]
 
 
+@pytest.mark.long
 def test_averaging_across_hosts_reduces_network_traffic(lab):
     """Gradients are averaged within each host at every step, parameters between hosts at every 48th."""
     sent = {}
@@ -158,6 +159,7 @@ def test_doctor_compares_hosts(lab):
     assert re.search(r"one connection from lab1 to lab2: \d+ Mbit/s", done.output), done.output
 
 
+@pytest.mark.long
 def test_failed_job_is_restarted(lab):
     options = ["--steps", "300", "--checkpoint-every", "20", "--run-dir", "/mnt/again"]
     supervised = [str(ROOT / "launch" / "run"), "--restarts", "2", MPIRUN, "-H", lab.slots(), *TRAIN[:-1], *options]

@@ -1,4 +1,4 @@
-"""On all ranks: programs whose loss, gradients or state are no plain means over samples equal one process."""
+"""On all ranks: programs whose loss, gradients or state are not plain means over samples equal one process."""
 
 import keras
 import numpy as np
@@ -413,7 +413,7 @@ def test_objects_of_two_gibibytes_together():
 @large
 @pytest.mark.parametrize("num_bytes", [2**32 + 64, 2**31, 2**31 - 1])
 def test_variables_at_the_limits_of_mpi(num_bytes):
-    """MPI counts in 32 bits, and Horovod passes on what is left of a larger number."""
+    """MPI counts in 32 bits, and Horovod truncates larger numbers."""
     # The largest first: TensorFlow keeps memory that is freed.
     variable = tf.Variable(tf.fill([num_bytes], np.uint8(1 + RANK)))
     COLLECTIVES.broadcast([variable])

@@ -193,8 +193,8 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
-def test_a_rank_that_stands_still_before_it_starts(launcher, tmp_path):
+@pytest.mark.parametrize("launcher", ["mpirun", LONG("horovodrun --gloo")])
+def test_a_rank_that_hangs_before_it_starts(launcher, tmp_path):
     arguments = ["--run-dir", str(tmp_path / "run"), "--stall-timeout", "3"]
     done = run_job([sys.executable, "-c", STANDS_STILL, *arguments], ranks=3, launcher=launcher, timeout_s=60)
     assert done.code == 1, done.output

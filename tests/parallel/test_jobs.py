@@ -119,9 +119,10 @@ def test_doctor_under_a_launcher():
     job = run_job([*TRAIN, "doctor"], ranks=2, timeout_s=60)
     assert job.code == 0, job.output
     assert job.output.count("A job can run here.") == 1
-    assert "1 MiB on 2 rank(s): right" in job.output
+    assert "1 MiB on 2 rank(s): correct" in job.output
 
 
+@pytest.mark.long
 def test_autotune_does_not_change_the_run(tmp_path):
     """The run equals one with the chosen settings, and resumes without trying them again."""
     folders = {name: tmp_path / name for name in ("tuned", "uninterrupted")}
@@ -143,17 +144,17 @@ def test_autotune_does_not_change_the_run(tmp_path):
 
 
 def test_bench(tmp_path):
-    """Measures all ranks and one rank alone; reports nothing if the machine is not steady."""
+    """Measures all ranks and one rank alone; marks what was not measured steadily."""
     line = [*TRAIN, "bench", "--output", str(tmp_path), "--blocks", "4", "--block-seconds", "0.2"]
     unsteady = run_job([*line, "--max-spread", "1e-9"], ranks=2, timeout_s=120)
-    assert unsteady.code == 1, unsteady.output
-    assert "ms per step" in unsteady.only_message
-    assert "Nothing is reported." in unsteady.only_message
-    assert not list(tmp_path.iterdir())
+    assert unsteady.code == 0, unsteady.output
+    assert "* unsteady: two measurements of 'sync' must differ by at most" in unsteady.output
+    assert all(case["unsteady"] for case in json.loads((tmp_path / "bench.json").read_text())["cases"].values())
     line += ["--max-spread", "100", "--sync-every", "5", "--predict", "2"]
     job = run_job(line, ranks=2, timeout_s=120)
     assert job.code == 0, job.output
     found = json.loads((tmp_path / "bench.json").read_text())
+    assert not any(case["unsteady"] for case in found["cases"].values())
     ranks = {name: case["ranks"] for name, case in found["cases"].items()}
     assert ranks == {"one rank alone": 1, "no communication": 2, "sync": 2, "local": 2}
     assert found["ratios"].keys() == {

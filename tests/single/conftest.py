@@ -78,3 +78,34 @@ def two_checkpoints(tmp_path_factory):
         values[step] = all_values(model)
         saver.save(step, state={"best": 0.25}, wait=True)
     return folder, values
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Sets another cache folder for local copies of object stores: an empty disk."""
+
+    def use(name: str) -> Path:
+        monkeypatch.setenv("HVDTRAIN_STORE_CACHE", str(tmp_path / name))
+        return tmp_path / name
+
+    use("cache")
+    return use
+
+
+@pytest.fixture
+def s3_url(cache):
+    """The URL of an empty folder on an S3 server."""
+    from s3_server import s3_server
+
+    with s3_server() as bucket:
+        yield f"{bucket}/folder"
+
+
+@pytest.fixture
+def url(cache):
+    """The URL of an empty folder in memory."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    MemoryFileSystem.store.clear()
+    yield "memory://bucket/folder"
+    MemoryFileSystem.store.clear()

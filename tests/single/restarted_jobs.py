@@ -16,7 +16,7 @@ sys.path.insert(0, {launch!r})
 import bootstrap
 clock = lambda: time.monotonic() + (100 if os.path.exists({later!r}) else 0)
 bootstrap.supervise = functools.partial(bootstrap.supervise, clock=clock)
-{more}bootstrap.ensure_environment = lambda: bootstrap.Path(sys.prefix)
+{more}bootstrap.ensure_environment = lambda with_tools: bootstrap.Path(sys.prefix)
 bootstrap.main(sys.argv[1:])
 """
 

@@ -64,7 +64,7 @@ def run_killed_before(action: Callable[[], None], number: int) -> list[str]:
     """Runs an action in a child process that is killed before its file call of that number, from 1, is made.
 
     Returns:
-        The names of the calls that it came to in its :func:`watched_part`; fewer than ``number`` if it ended by itself.
+        The names of the calls that it made in its :func:`watched_part`; fewer than ``number`` if it ended by itself.
     """
     ready, go = os.pipe()
     pid = os.fork()

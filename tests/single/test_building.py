@@ -1,4 +1,4 @@
-"""What a configuration and a task come to: defaults, the optimizer, the learning rate."""
+"""What is built from a configuration and a task: defaults, the optimizer, the learning rate."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,8 @@ from hvdtrain.data import Arrays, Data
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.distributed_optimizer import set_ema_ramp
-from hvdtrain.tasks import Task, load_task
+from hvdtrain.tasks.loading import load_task
+from hvdtrain.tasks.task import Task
 from hvdtrain.training.step_runner import sample_plan
 
 hvdtrain.init()

@@ -38,7 +38,7 @@ def test_every_option_of_the_help_states_its_default(capsys):
         assert flag in text
     for group in ("Task", "Training", "Optimizer", "Local SGD", "Checkpoints", "Guards", "Fault tolerance"):
         assert f"─ {group} " in text
-    assert re.search(r"Steps between log lines\. \[default: 10\]", text)
+    assert re.search(r"Steps between log lines\. Unless it is set.*?\[default: 10\]", text, re.DOTALL)
 
 
 def test_version(capsys):
@@ -51,7 +51,12 @@ def test_version(capsys):
     ("arguments", "message"),
     [
         (["--bach-size", "3"], "Unknown option: --bach-size. Did you mean --batch-size? See python -m hvdtrain train"),
-        (["--batch", "3"], "Unknown option: --batch"),
+        (["--batch", "3"], "Unknown option: --batch. Did you mean --batch-size?"),
+        (["--lr", "1"], "Unknown option: --lr. Did you mean --learning-rate?"),
+        (["--average-every=4"], "Unknown option: --average-every. Did you mean --sync-every?"),
+        (["--verbose"], "Unknown option: --verbose. See python -m hvdtrain train --help"),
+        (["--np", "2"], "The number of ranks is set where they are started: hvdtrain launch --np 2 python -m hvdtrain"),
+        (["--no-overlapp"], "Did you mean --no-overlap?"),
         (["--batch-size", "many"], "--batch-size must be a whole number. Received: 'many'"),
         (["--batch-size", "2.5"], "--batch-size must be a whole number. Received: '2.5'"),
         (["--learning-rate", "nan"], "--learning-rate must be a finite number"),
@@ -82,13 +87,14 @@ def test_flags_win_over_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("batchsize = 3", "unknown key 'batchsize'"),
+        ("batchsize = 3", "unknown key 'batchsize'. Did you mean batch_size? Known keys: "),
+        ("lr = 0.1", "unknown key 'lr'. Did you mean learning_rate? Known keys: "),
         ("[local_sgd]\nbatch_size = 3", "unknown key 'batch_size' in table [local_sgd]"),
         ("batch-size = 'three'", "--batch-size must be a whole number. Received: 'three'"),
         ("batch-size = 2.5", "--batch-size must be a whole number. Received: 2.5"),
         ("steps = true", "--steps must be a whole number. Received: True"),
         ("deterministic = 1", "--deterministic must be true or false. Received: 1"),
-        ("task = 5", "--task must be a text. Received: 5"),
+        ("task = 5", "--task must be a string. Received: 5"),
         ("op = 'median'", "--op must be one of average, sum, adasum. Received: 'median'"),
         ("this is not TOML", "must be TOML"),
     ],
@@ -111,12 +117,27 @@ def test_a_missing_file_is_named():
     ("arguments", "code", "message"),
     [
         (["--steps", "-3"], 64, "--steps must be at least 1. Received: -3"),
-        (["launch"], 64, "the command must be one of train, eval, bench, export, doctor. Received: 'launch'"),
+        (
+            ["trian"],
+            64,
+            "Received: 'trian'. Did you mean train?",
+        ),
+        (["--task", "digit"], 64, "--task must name a task (digits, cifar10, "),
+        (["--task", "digit"], 64, "Received: 'digit'. Did you mean digits?"),
+        (["--task", "pyproject"], 64, "or a file.py. Received: 'pyproject'."),
+        (["bench", "--task", "nowhere/task.py"], 64, "--task must name a file that exists on every rank. Received: "),
+        (["--task", "examples/own_tsak.py"], 64, "Received: 'examples/own_tsak.py'. Did you mean own_task.py?"),
+        (
+            ["--task", "no_module.tasks:TASK"],
+            64,
+            "a module that can be imported. Received: 'no_module.tasks' (no module",
+        ),
+        (["--task", ".:TASK"], 64, "--task must name a module that can be imported. Received: '.'"),
         (["train", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
         (["--timeline", "/nowhere/trace.json"], 65, "--timeline must be a file in an existing folder"),
         (["doctor", "--fast"], 64, "doctor takes no options"),
         (["eval", "--steps", "3"], 64, "Unknown option: --steps"),
-        (["eval", "--watch", "--checkpoint", "x"], 64, "--watch takes the latest checkpoint each time. Received: "),
+        (["eval", "--watch", "--checkpoint", "x"], 64, "--watch evaluates each new checkpoint. Received: "),
         (["eval", "--batch-size", "0"], 64, "--batch-size must be at least 1"),
         (["export", "--format", "pickle"], 64, "--format must be one of keras, saved_model, onnx. Received: 'pickle'"),
         (["export", "--data-dir", "/nowhere"], 65, "--data-dir must be an existing folder"),
@@ -127,9 +148,23 @@ def test_a_missing_file_is_named():
 def test_exit_codes(arguments, code, message, capsys):
     assert cli.main(arguments) == code
     assert message in capsys.readouterr().err
-    assert "tensorflow" not in sys.modules or code  # told before TensorFlow was needed
 
 
+def test_a_mistake_costs_no_start_of_tensorflow(tmp_path):
+    (tmp_path / "own_task.py").touch()
+    code = """
+import sys
+from hvdtrain.commands import cli
+for words in ("--task digit", "--task own_task", "--task no.py", "--task no.such:TASK", "--bach-size 3", "lunch"):
+    assert cli.main(words.split()) == 64
+print([name for name in ("tensorflow", "keras", "horovod") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.stdout == "[]\n", done.stderr
+    assert "Received: 'own_task'. Did you mean own_task.py?" in done.stderr
+
+
+@pytest.mark.slow
 def test_one_process_without_a_launcher(tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "hvdtrain", "--steps", "25", "--warmup-steps", "5", "--lr-decay", "cosine"]

@@ -1,4 +1,4 @@
-"""Options and configuration files that nobody would write by accident are refused with a short message."""
+"""Crafted options and configuration files are refused with a short message."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Tasks and data files that nobody would write by accident are refused."""
+"""Crafted tasks and data files are refused."""
 
 import struct
 
@@ -9,7 +9,8 @@ import hvdtrain
 from hvdtrain.commands import building, cli
 from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.tasks import Task, mnist, tables, text
+from hvdtrain.tasks import mnist, tables, text
+from hvdtrain.tasks.task import Task
 
 hvdtrain.init()
 X = np.zeros((100, 3), np.float32)

@@ -26,7 +26,7 @@ def test_this_machine_can_run_a_job():
     ):
         assert f"ok     {topic}" in done.stdout
     assert "OMPI_MCA_mpi_yield_when_idle=1" in done.stdout
-    assert "1 MiB on 1 rank(s): right" in done.stdout
+    assert "1 MiB on 1 rank(s): correct" in done.stdout
     assert done.stdout.rstrip().endswith("A job can run here.")
 
 

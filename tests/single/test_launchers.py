@@ -1,6 +1,7 @@
 """launch/mpirun.sh and launch/horovodrun.sh: hosts, arguments for each MPI, and error messages."""
 
 import os
+import pty
 import re
 import socket
 import subprocess
@@ -95,6 +96,24 @@ def test_open_mpi_on_one_host(monkeypatch):
     assert open_mpi(job([], 5), major=5)[0] == "-np 5 --tag-output --map-by slot:OVERSUBSCRIBE --bind-to none"
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [ROOT / "launch" / "mpirun.py", Path(sys.executable).with_name("horovodrun")],
+    ids=lambda path: path.name,
+)
+def test_lines_are_tagged_by_rank_unless_a_progress_bar_can_be_drawn(launcher):
+    """Open MPI gives each rank a pseudo-terminal, whatever its own output is."""
+    command = [sys.executable, str(launcher), "-np", "2", "sh", "-c", "test -t 1 && echo said"]
+    screen, programs = pty.openpty()
+    with os.fdopen(programs, "w") as terminal:
+        subprocess.run(command, stdout=terminal, stderr=subprocess.PIPE, timeout=60, check=True)
+    shown = os.read(screen, 1000).decode()
+    os.close(screen)
+    assert shown.split() == ["said", "said"]
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert sorted(piped.stdout.split()) == ["[1,0]<stdout>:said", "[1,1]<stdout>:said"]
+
+
 def test_open_mpi_on_several_hosts():
     arguments, notes = open_mpi(job(FOUR, 8, "10.1.0.0/16"))
     assert arguments == (
@@ -110,6 +129,8 @@ def test_mpich_and_intel_mpi():
     assert " ".join(arguments) == "-n 8 -prepend-rank -hosts far1:4,far2:4 -genvlist PATH -iface ib0"
     arguments, _ = mpirun.hydra(job(FOUR, 8), {"PATH": "/x"}, is_intel=True)
     assert " ".join(arguments) == "-n 8 -prepend-rank -hosts far1,far2 -ppn 4 -genvlist PATH"
+    arguments, _ = mpirun.hydra(job([], 2), {}, is_intel=False, tags_output=False)
+    assert arguments == ["-n", "2"]
     with pytest.raises(SystemExit, match="64"):
         mpirun.hydra(job(spread(FOUR, 5), 5), {}, is_intel=True)
 
@@ -213,7 +234,7 @@ def test_ranks_on_this_host():
     assert start("mpirun", "-np", "1", "sh", "-c", "exit 7").returncode == 7
 
 
-def test_horovodrun_does_not_import_tensorflow(tmp_path):
+def test_horovodrun_does_not_import_tensorflow_or_take_options_of_the_command(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('imported')\n")
     env = {
         **os.environ,
@@ -221,10 +242,12 @@ def test_horovodrun_does_not_import_tensorflow(tmp_path):
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     }
-    line = [sys.executable, str(ROOT / "launch" / "bin" / "horovodrun"), "-np", "1", "echo", "started"]
+    # An option of the command that could be an abbreviation of two of horovodrun's.
+    command = ["echo", "started", "--timeline", "file"]
+    line = [str(Path(sys.executable).with_name("horovodrun")), "-np", "1", *command]
     done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=30)
     assert done.returncode == 0, done.stderr
-    assert "started" in done.stdout
+    assert "started --timeline file" in done.stdout
 
 
 def test_horovodrun_with_gloo_shows_no_secrets():
@@ -242,7 +265,7 @@ print("own command lines:", sum("HOROVOD_RANK=" in line for line in lines))
 print("shown:", sum("sesame" * 3 in line for line in lines))
 """
     done = subprocess.run(
-        [sys.executable, str(ROOT / "launch" / "bin" / "horovodrun"), "--gloo", "-np", "1", sys.executable, "-c", rank],
+        [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "1", sys.executable, "-c", rank],
         env={**os.environ, "MY_TOKEN": "sesame" * 3},
         capture_output=True,
         text=True,

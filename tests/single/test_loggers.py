@@ -1,5 +1,6 @@
 """Reporters: progress bar, console lines, JSON lines."""
 
+import dataclasses
 import io
 import json
 import os
@@ -7,6 +8,7 @@ import pty
 import re
 import select
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,9 @@ from hvdtrain.loggers.console import ConsoleReporter
 from hvdtrain.loggers.json_lines import JsonLinesReporter
 from hvdtrain.loggers.progress_bar import ProgressBarReporter, console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
+from hvdtrain.system.json_files import read_lines
 
-SHAPE = RunShape(total_steps=40, steps_per_epoch=16)
+SHAPE = RunShape(total_steps=40, steps_per_epoch=16, global_batch_size=32, samples_per_epoch=500)
 VALUES = {"loss": 0.25, "accuracy": 0.9, "learning_rate": 0.1, "gradient_norm": 2.5, "examples/s": 1234.5}
 SUMMARY = {"steps": 40, "ranks": 2, "wall_seconds": 3.14, "eval": {}, "weights_sha256": "abc"}
 DETAILS = {
@@ -57,6 +60,29 @@ def test_console_prints_a_line_per_event():
         "step 10  loss 0.25  accuracy 0.9  learning_rate 0.1  gradient_norm 2.5  examples/s 1234",
         "step 16  evaluation: loss 0.5",
         "step 17  warning: a step was skipped",
+    ]
+
+
+@pytest.mark.parametrize("ending", ["finished", "close"])
+def test_console_prints_a_log_line_a_second_and_all_other_events(ending, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    stream = io.StringIO()
+    reporter = ConsoleReporter(stream, min_interval_s=1.0)
+    for step in range(1, 24):  # eight a second
+        reporter.progressed(step, {"loss": 0.25})
+        if step == 14:  # A step with an evaluation shows both, in this order.
+            reporter.evaluated(14, {"loss": 0.5})
+        if step == 16:
+            reporter.warned(16, "a step was skipped")
+        now_s += 0.125
+    reporter.finished(SUMMARY) if ending == "finished" else reporter.close()
+    reporter.close()
+    lines = [line[10:] for line in stream.getvalue().splitlines()]
+    assert lines[: 7 if ending == "finished" else None] == [
+        *[f"step {step}  loss 0.25" for step in (1, 9, 14)],
+        *("step 14  evaluation: loss 0.5", "step 16  warning: a step was skipped"),
+        *[f"step {step}  loss 0.25" for step in (17, 23)],
     ]
 
 
@@ -118,11 +144,13 @@ def test_json_lines_contain_every_event(tmp_path):
     reporter.close()
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(event.pop("time") > 0 for event in events)
+    elapsed = [event.pop("elapsed_seconds") for event in events if event["event"] in ("train", "eval")]
+    assert 0 <= elapsed[0] <= elapsed[1]
     assert events == [
         {"event": "warning", "step": 0, "text": "moved"},
         {"event": "start", "task": "digits"},
-        {"event": "train", "step": 10, **VALUES},
-        {"event": "eval", "step": 16, "loss": 0.5},
+        {"event": "train", "step": 10, "epoch": 0.625, "samples": 320, **VALUES},
+        {"event": "eval", "step": 16, "epoch": 1.0, "samples": 500, "loss": 0.5},
         {"event": "end", "step": 40},
     ]
 
@@ -150,6 +178,25 @@ def test_a_run_that_starts_again_from_its_first_step_logs_no_step_twice(tmp_path
         reporter.progressed(10, VALUES)
     events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(each["event"], each.get("step")) for each in events] == [("start", None), ("start", None), ("train", 10)]
+
+
+def test_elapsed_seconds_continue_at_the_last_line_before_the_checkpoint(tmp_path, monkeypatch):
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    path = tmp_path / "metrics.jsonl"
+    # Of an earlier version, which had no such values, and damaged.
+    path.write_text('{"event": "train", "step": 5}\n{"event": "train", "step": 6, "elapsed_seconds": "x"}\n')
+    for resumed_step in (6, 20):
+        reporter = JsonLinesReporter(path)
+        reporter.started({}, dataclasses.replace(SHAPE, resumed_step=resumed_step))
+        for step in (10, 20, 30):  # The first start loses step 30.
+            if step > resumed_step:
+                now_s += 2.0
+                reporter.progressed(step, {})
+        now_s += 500.0  # The job is down, or another machine's clock counts.
+    events = read_lines(path)
+    assert [each["elapsed_seconds"] for each in events if each.get("step", 0) > 6] == [2.0, 4.0, 6.0]
+    assert [each["samples"] for each in events if each.get("step", 0) > 6] == [320, 500 + 4 * 32, 500 + 14 * 32]
 
 
 EVENTS = [

@@ -153,7 +153,7 @@ def test_unknown_link_is_an_error():
     ("arguments", "message"),
     [
         (["--predict", "8,x"], "--predict must be numbers of ranks"),
-        (["--link-mbit", "100"], "--link-mbit and --link-latency-ms belong together"),
+        (["--link-mbit", "100"], "--link-mbit and --link-latency-ms must be set together"),
         (["--ranks-per-host", "0"], "--ranks-per-host must be at least 1"),
     ],
 )

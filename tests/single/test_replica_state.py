@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from keras.src.backend.common.global_state import set_global_attribute
 
 import hvdtrain
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
@@ -163,6 +164,7 @@ class Noise(layers.Layer):
 
 def drawn(make, rank: int | None) -> np.ndarray:
     """What a model computes after a broadcast; without one for None."""
+    set_global_attribute("global_seed_generator", None)  # Keras 3.12 would keep it.
     keras.utils.set_random_seed(1)
     model = make()
     model.compile(optimizer="sgd")

@@ -13,6 +13,7 @@ from small_checkpoints import checkpointer
 
 from hvdtrain.commands import run_directory, trained_run
 from hvdtrain.commands.run_directory import NoRunDirectory, open_run_directory
+from hvdtrain.commands.run_files import RunFiles
 from hvdtrain.commands.trained_run import has_ended
 from hvdtrain.errors import DataError
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
@@ -182,9 +183,9 @@ def test_a_summary_of_wrong_types_means_an_incomplete_run(tmp_path):
     directory.write_config({"seed": 1})
     (tmp_path / "run" / "summary.json").write_text('{"steps": null}')
     assert directory.finished_run() is None
-    assert not has_ended(tmp_path / "run", 5)
+    assert not has_ended(tmp_path / "run" / "summary.json", 5)
     (tmp_path / "run" / "summary.json").write_text("5")
-    assert not has_ended(tmp_path / "run", 5)
+    assert not has_ended(tmp_path / "run" / "summary.json", 5)
 
 
 def test_a_damaged_configuration_is_read_from_the_latest_intact_checkpoint(tmp_path, capfd):
@@ -197,26 +198,26 @@ def test_a_damaged_configuration_is_read_from_the_latest_intact_checkpoint(tmp_p
     for content in (None, b"{"):
         if content is not None:
             (path / "config.json").write_bytes(content)
-        assert trained_run._read_config(path, "digits") == {"seed": 6}
+        assert trained_run._read_config(RunFiles(path), "digits") == {"seed": 6}
         assert "used the configuration in" in capfd.readouterr().err
     (path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
-    assert trained_run._read_config(path, "digits") == {"seed": 5}
+    assert trained_run._read_config(RunFiles(path), "digits") == {"seed": 5}
     (path / "config.json").write_text('{"seed": "many"}')
     with pytest.raises(DataError, match=r"config.json must hold the options of a run.*--seed must be a whole number"):
-        trained_run._make_config(trained_run._read_config(path, "digits"), path)
+        trained_run._make_config(trained_run._read_config(RunFiles(path), "digits"), path)
 
 
 @pytest.mark.parametrize("task", ["/home/other/task.py", "package.module:TASK", 5])
 def test_the_code_of_another_users_run_is_executed_only_if_it_is_named(task, tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"task": task}))
-    assert trained_run._read_config(tmp_path, "digits") == {"task": task}
+    assert trained_run._read_config(RunFiles(tmp_path), "digits") == {"task": task}
     monkeypatch.setattr(os, "geteuid", lambda: config.stat().st_uid + 1)
     with pytest.raises(DataError, match=r"task of another user's run must be named.* belongs to user ID .*--task"):
-        trained_run._read_config(tmp_path, "digits")
-    assert trained_run._read_config(tmp_path, task) == {"task": task}
+        trained_run._read_config(RunFiles(tmp_path), "digits")
+    assert trained_run._read_config(RunFiles(tmp_path), task) == {"task": task}
     config.write_text('{"task": "mnist"}')
-    assert trained_run._read_config(tmp_path, "digits") == {"task": "mnist"}
+    assert trained_run._read_config(RunFiles(tmp_path), "digits") == {"task": "mnist"}
 
 
 def test_a_run_whose_folder_was_deleted_meanwhile_ends_complete(tmp_path, capfd):
@@ -250,14 +251,14 @@ def test_events_are_reported_on_the_console_and_in_files(tmp_path, capsys):
     directory.reporter.resumed(10, path / "checkpoints" / "step-00000010")
     directory.reporter.already_complete(10, path)
     directory.reporter.close()
-    told = capsys.readouterr().out.splitlines()
-    assert [line[10:] for line in told[:3]] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[10:] for line in lines[:3]] == [
         "step 10  loss 0.25",
         "step 10  evaluation: loss 0.5",
         "step 20  loss 0.125",
     ]
-    assert told[3].endswith(f"step 10  resumed from {path}/checkpoints/step-00000010")
-    assert f"run already complete: {path}, 10 steps. Nothing was trained." in told[4]
+    assert lines[3].endswith(f"step 10  resumed from {path}/checkpoints/step-00000010")
+    assert f"run already complete: {path}, 10 steps. Nothing was trained." in lines[4]
     events = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert [(each["event"], each.get("step")) for each in events] == [
         *[("train", 10), ("eval", 10)],

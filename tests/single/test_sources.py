@@ -116,7 +116,7 @@ def test_models_that_train_on_x_alone(source):
         np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
 
 
-def test_batches_of_a_fixed_size_are_told_from_samples():
+def test_batches_of_a_fixed_size_are_distinguished_from_samples():
     batches = SINGLE.batch(10, drop_remainder=True)
     with pytest.raises(
         UsageError, match=r"Received: \(10, 5\) for an input of \(5,\).*Stream\(dataset, batched=True\)"

@@ -158,6 +158,12 @@ def test_start_up_prints_nothing():
     assert run(START_UP).strip() == "False 1"
 
 
-def test_public_names_exist():
-    output = run("import hvdtrain; print(all(getattr(hvdtrain, name) is not None for name in hvdtrain.__all__))")
-    assert output.strip() == "True"
+PUBLIC_NAMES = """
+import hvdtrain
+print(set(hvdtrain.__all__) <= set(dir(hvdtrain)))
+print(all(getattr(hvdtrain, name) is not None for name in hvdtrain.__all__))
+"""
+
+
+def test_public_names_exist_and_are_completed():
+    assert run(PUBLIC_NAMES).split() == ["True", "True"]

@@ -46,11 +46,11 @@ def test_gloo_does_not_end_a_start_before_the_stall_timeout(stall_timeout_s, exp
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launcher("none", 0, 1, 1, False)),
     ],
 )
-def test_launchers_are_told_apart(env, expected):
+def test_launchers_are_distinguished(env, expected):
     assert find_launcher(env) == expected
 
 
-def test_mpi_binding_is_seen():
+def test_mpi_binding_is_detected():
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_bound_at_launch": "1"}
     assert find_launcher(env).bound_to_cores
 
@@ -77,13 +77,13 @@ def test_ranks_of_one_host_open_no_ports(tmp_path):
         assert "OMPI_MCA_btl" not in environment.environment_defaults(env, str(tmp_path))
 
 
-def test_open_mpi_from_the_wheel_is_told_where_it_lies(tmp_path):
+def test_open_mpi_from_the_wheel_receives_its_prefix(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libmpi.so.40").touch()
     assert environment.environment_defaults({}, str(tmp_path))["OPAL_PREFIX"] == str(tmp_path)
 
 
-def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
+def test_horovods_cycle_is_short_on_several_ranks(tmp_path, monkeypatch):
     monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     unknown = {"PMIX_RANK": "0"}
@@ -104,7 +104,7 @@ def test_horovod_looks_for_work_often_where_there_is_any(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("cores", "bound", "cycle_ms"), [(2, False, "0.02"), (64, False, "0.02"), (1, False, "0.1"), (1, True, "0.02")]
 )
-def test_horovod_looks_for_work_most_often_where_ranks_of_one_host_have_a_core_each(
+def test_horovods_cycle_is_shortest_where_ranks_of_one_host_have_a_core_each(
     cores, bound, cycle_ms, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(environment, "usable_cores", lambda: cores)
@@ -114,7 +114,7 @@ def test_horovod_looks_for_work_most_often_where_ranks_of_one_host_have_a_core_e
 
 
 _ONE_HOST, _TWO_HOSTS = Launcher("Open MPI", 0, 2, 2, False), Launcher("Open MPI", 0, 4, 2, False)
-_NOT_TOLD, _ALONE = Launcher("PMI", 0, 2, None, False), Launcher("none", 0, 1, 1, False)
+_UNKNOWN, _ALONE = Launcher("PMI", 0, 2, None, False), Launcher("none", 0, 1, 1, False)
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ _NOT_TOLD, _ALONE = Launcher("PMI", 0, 2, None, False), Launcher("none", 0, 1, 1
         (_ONE_HOST, [], False, "1000", "1000"),
         (_ONE_HOST, ["GPU:0"], False, None, None),
         (_TWO_HOSTS, [], False, None, None),
-        (_NOT_TOLD, [], False, None, None),
+        (_UNKNOWN, [], False, None, None),
         (_ALONE, [], False, None, None),
         (_TWO_HOSTS, ["GPU:0"], True, "1000", "0"),
     ],
 )
-def test_horovod_copies_messages_together_where_that_pays(launcher, gpus, deterministic, given, threshold, monkeypatch):
+def test_horovod_fuses_messages_where_that_pays(launcher, gpus, deterministic, given, threshold, monkeypatch):
     variables = {"HOROVOD_FUSION_THRESHOLD": given} if given else {}
     monkeypatch.setattr(os, "environ", variables)
     environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=bool(gpus))
@@ -139,13 +139,13 @@ def test_horovod_copies_messages_together_where_that_pays(launcher, gpus, determ
 @pytest.mark.parametrize(
     ("threads", "gpus", "one"), [(1, [], True), (2, [], False), (0, [], False), (1, ["GPU:0"], False)]
 )
-def test_a_rank_with_one_core_is_told(threads, gpus, one, monkeypatch):
+def test_a_rank_with_one_core_is_recognized(threads, gpus, one, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
     monkeypatch.setattr(tf.config.threading, "get_intra_op_parallelism_threads", lambda: threads)
     assert devices.computes_on_one_core() == one
 
 
-def test_one_process_starts_with_gloo_and_hands_it_on_to_nobody(monkeypatch):
+def test_one_process_starts_with_gloo_and_does_not_pass_it_on(monkeypatch):
     monkeypatch.delenv("HOROVOD_CONTROLLER", raising=False)
     with environment.horovod_start_environment(find_launcher({})):
         assert os.environ["HOROVOD_CONTROLLER"] == "gloo"
@@ -221,14 +221,14 @@ def test_configuring_devices_without_a_gpu(monkeypatch):
     assert not any(call[0] == "set_visible_devices" for call in fake.calls)
 
 
-def test_threads_that_cannot_be_set_any_more_are_an_error_only_where_asked_for(monkeypatch):
+def test_threads_that_can_no_longer_be_set_are_an_error_only_if_requested(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", FakeTensorFlow(num_gpus=0, already_used=True))
     assert devices.configure_devices(local_rank=0, local_size=1, threads=None, bound_to_cores=False) == "CPU"
     with pytest.raises(RuntimeError):
         devices.configure_devices(local_rank=0, local_size=1, threads=2, bound_to_cores=False)
 
 
-def test_only_the_chatter_is_held_back(capfd):
+def test_only_known_start_up_messages_are_held_back(capfd):
     with tensorflow_start.without_startup_messages():
         os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called\nE0000 a real error\n")
     assert capfd.readouterr().err == "E0000 a real error\n"

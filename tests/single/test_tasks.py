@@ -10,18 +10,10 @@ import tensorflow as tf
 
 from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.tasks import (
-    BUILT_IN,
-    Task,
-    cifar10,
-    load_task,
-    mnist,
-    sample_data,
-    short_name,
-    tables,
-    tabular,
-    text,
-)
+from hvdtrain.tasks import cifar10, mnist, sample_data, tables, tabular, text
+from hvdtrain.tasks.loading import load_task
+from hvdtrain.tasks.names import BUILT_IN, short_name
+from hvdtrain.tasks.task import Task
 
 NO_DATA = Data(Arrays(np.zeros((1, 1))))
 
@@ -363,7 +355,7 @@ def test_custom_task(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("no_such", r"must name a task \(digits, .*Received: 'no_such'"),
-        ("no_such.py", "a file that exists on every rank. Received: no_such.py"),
+        ("no_such.py", "a file that exists on every rank. Received: .no_such.py"),
         ("no_such_module:TASK", "a module that can be imported. Received: 'no_such_module'"),
         ("{file}:NUMBER", "Received: NUMBER of .*, which is a int"),
         ("{file}:NOTHING", "Received: NOTHING of .*, which does not exist"),

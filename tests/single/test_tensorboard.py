@@ -36,14 +36,15 @@ def scalars(events: EventAccumulator, name: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_reads_every_scalar(tmp_path):
-    reporter = TensorBoardReporter(tmp_path / "tb")
-    assert not (tmp_path / "tb").exists()
+    folder = tmp_path / "no [pattern\\" / "tb"
+    reporter = TensorBoardReporter(folder)
+    assert not folder.exists()
     for step in (10, 20, 30):
         reporter.progressed(step, {**VALUES, "loss": 1 / step, "s/batch": 0.5})
     for step in (16, 32):
         reporter.evaluated(step, {"loss": 2 / step})
     reporter.finished(SUMMARY)
-    train, evaluation = read_back(tmp_path / "tb" / "train"), read_back(tmp_path / "tb" / "eval")
+    train, evaluation = read_back(folder / "train"), read_back(folder / "eval")
     assert scalars(train, "loss") == [(step, np.float32(1 / step)) for step in (10, 20, 30)]
     names = {"accuracy": 0.9, "learning_rate": 0.1, "gradient_norm": 2.5, "examples_per_second": 1234.5}
     for name, value in {**names, "seconds_per_batch": 0.5}.items():

@@ -1,5 +1,6 @@
 """The trainer on one rank: what happens at which step, what is reported, and its small parts."""
 
+import contextlib
 import threading
 import time
 
@@ -88,6 +89,37 @@ def test_events_happen_at_their_steps(steps_per_execution):
     # The steps 14 and 15, however many steps a call makes; and at the end of the run.
     assert recorder.steps("profile begins")[0] == 13
     assert recorder.steps("profile ends") == [15, 33]
+
+
+def test_the_console_reports_by_default_on_rank_0(capsys):
+    def fit(**options):
+        config = hvdtrain.TrainConfig(batch_size=35, steps=3, logging=hvdtrain.LoggingConfig(log_every=1))
+        trainer = hvdtrain.Trainer(make_model(), hvdtrain.data.Data(Arrays(X, Y), Arrays(X, Y)), config, **options)
+        with pytest.raises(KeyboardInterrupt) if "callbacks" in options else contextlib.nullcontext():
+            trainer.fit()
+        return capsys.readouterr().out.splitlines()
+
+    first, second, *lines = fit()
+    assert first.startswith("model: sequential")
+    assert first.endswith(", 57 parameters, on 1 rank(s)")
+    assert second == "global batch: 35 samples, 2 steps per epoch"
+    events = [line[10:].split("  loss")[0].split(": loss")[0] for line in lines if line[2] == ":"]
+    assert events == ["step 1", "step 2", "step 2  evaluation", "step 3", "step 3  evaluation"]
+    assert any(line.startswith("done: 3 steps on 1 rank(s) in ") for line in lines)
+    assert fit(reporter=None) == []
+    assert fit(reporter=Reporter()) == []
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    assert len(fit(callbacks=[Interrupt()])) == 2, "the facts, and no line at the end"
+    config = hvdtrain.TrainConfig(batch_size=35, steps=3)
+    second = SingleProcessCollectives(1)
+    second.size = 2
+    silent = hvdtrain.Trainer(make_model(), Arrays(X, Y), config, collectives=second)
+    silent._reporter.progressed(1, {"loss": 1.0})
+    assert capsys.readouterr().out == ""
 
 
 def test_norm_and_copies_are_of_the_last_gradient():

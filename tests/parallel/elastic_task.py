@@ -1,0 +1,107 @@
+"""A task for elastic jobs: in double precision, smooth, and with processes that send themselves signals.
+
+``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
+``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once; while its
+rank has not joined yet, the steps before it are slow.
+``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+import hvdtrain
+from hvdtrain.distributed import runtime
+from hvdtrain.tasks import digits
+
+keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
+
+
+MODELS: list[keras.Model] = []
+
+
+def events() -> list[list]:
+    path = os.environ.get("HVDTRAIN_TEST_EVENTS")
+    return json.loads(Path(path).read_text()) if path else []
+
+
+def wait_for_ranks(step: int) -> None:
+    size = runtime.collectives().size
+    if any(at - 60 <= step < at and size <= max(rank, 1) for at, rank, _, _ in events()):
+        time.sleep(0.5)
+
+
+def events_at(step: int, where: str) -> None:
+    path = os.environ.get("HVDTRAIN_TEST_EVENTS")
+    for i, (at, rank, name, place) in enumerate(events()):
+        if (at, rank, place) == (step, runtime.collectives().rank, where) and runtime.collectives().size > 1:
+            try:
+                os.close(os.open(f"{path}.{i}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            Path(f"{path}.{i}").write_text(str(time.time()))
+            os.kill(os.getpid(), getattr(signal, name))
+
+
+@keras.saving.register_keras_serializable()
+class Events(layers.Layer):
+    """Between the forward pass and the reduction of a step."""
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        # The step is that which is being made.
+        steps = MODELS[0].optimizer.iterations.value
+
+        def happen(step):
+            events_at(int(step) + 1, "within")
+            return step
+
+        with tf.control_dependencies([tf.numpy_function(happen, [steps], steps.dtype)]):
+            return tf.identity(x)
+
+
+class Observer(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        wait_for_ranks(int(self.model.optimizer.iterations) + 1)
+        events_at(int(self.model.optimizer.iterations) + 1, "before")
+
+    def on_train_batch_end(self, batch, logs=None):
+        folder = os.environ.get("HVDTRAIN_TEST_TIMES")
+        if folder:
+            with Path(folder, f"{os.getpid()}.txt").open("a") as file:
+                file.write(f"{int(self.model.optimizer.iterations)} {time.time()}\n")
+        time.sleep(float(os.environ.get("HVDTRAIN_TEST_STEP_S", "0")))
+
+
+def model(data: hvdtrain.data.Data) -> keras.Model:
+    made = keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Flatten(),
+            layers.Dense(32, activation="tanh"),
+            layers.BatchNormalization(momentum=0.5, trainable=False),
+            Events(),
+            layers.Dense(10),
+        ]
+    )
+    MODELS[:] = [made]
+    return made
+
+
+TASK = hvdtrain.Task(
+    model=model,
+    data=digits.read_data,
+    loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    metrics=lambda: [keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+    optimizer="adam",
+    callbacks=lambda: [Observer()],
+    defaults={"learning_rate": 2e-3, "log_every": 10, "batch_size": 16},
+)

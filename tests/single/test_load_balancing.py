@@ -1,0 +1,116 @@
+"""Load balancing: how a batch is split over ranks, when the split changes, and that the input follows."""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trainers import make_trainer, train_config
+
+from hvdtrain.data import Arrays
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.feeds import TrainingFeed
+from hvdtrain.data.sample_plan import SamplePlan, split_batch
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
+from hvdtrain.training.load_balancing import rebalanced
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=9),
+    per_rank=st.integers(1, 64),
+    headroom=st.integers(0, 64),
+)
+def test_a_batch_is_split_in_proportion_and_within_limits(weights, per_rank, headroom):
+    samples, most = per_rank * len(weights), per_rank + headroom
+    sizes = split_batch(samples, weights, most)
+    assert sum(sizes) == samples
+    assert all(1 <= each <= most for each in sizes)
+    wanted = np.array(weights) * samples / sum(weights)
+    if wanted.min() >= 1 and wanted.max() <= most:
+        assert np.abs(np.array(sizes) - wanted).max() < len(weights)
+
+
+def test_fixed_shares():
+    assert split_batch(28, [2, 2, 2, 1], 28) == (8, 8, 8, 4)
+    assert split_batch(8, [1, 0], 8) == (8, 0)
+    with pytest.raises(UsageError, match=r"from 1 to 3 samples of a micro-batch\. Received: 8 samples for 2 ranks"):
+        split_batch(8, [1, 1], 3)
+
+
+def seconds_of(sizes, per_sample, overhead) -> list[float]:
+    return [o + c * n for n, c, o in zip(sizes, per_sample, overhead, strict=True)]
+
+
+@given(
+    per_sample=st.lists(st.floats(0.5, 4), min_size=2, max_size=6),
+    overhead=st.floats(0, 40),
+    batch_size=st.integers(8, 64),
+)
+def test_repeated_decisions_settle_and_never_make_the_slowest_rank_slower(per_sample, overhead, batch_size):
+    sizes = (batch_size,) * len(per_sample)
+    slowest = max(seconds_of(sizes, per_sample, [overhead] * len(sizes)))
+    for _ in range(30):
+        seconds = seconds_of(sizes, per_sample, [overhead] * len(sizes))
+        assert max(seconds) <= slowest * (1 + 1e-9)
+        slowest, before = max(seconds), sizes
+        sizes = rebalanced(sizes, seconds, 2 * batch_size)
+    assert sizes == before
+
+
+def test_a_rank_of_half_the_speed_gets_half_the_samples():
+    sizes = rebalanced((28, 28, 28, 28), [1.0, 1.0, 2.0, 1.0], 56)
+    assert sizes == (32, 32, 16, 32)
+    # When it has recovered, it gets them back.
+    assert rebalanced(sizes, [32, 32, 16, 32], 56) == (28, 28, 28, 28)
+
+
+def test_noise_changes_nothing():
+    generator = np.random.default_rng(0)
+    for _ in range(200):
+        seconds = 1 + generator.uniform(-0.02, 0.02, size=4)
+        assert rebalanced((32, 32, 32, 32), seconds.tolist(), 64) == (32, 32, 32, 32)
+
+
+def test_the_feed_follows_without_another_iterator():
+    numbers = np.arange(40)
+    plan = SamplePlan(num_samples=40, batch_size=4, rank=1, size=2)
+    feed = TrainingFeed(Arrays(numbers, numbers), plan, BadSampleQuota(0, SingleProcessCollectives()))
+    feed.start(0)
+    iterator, order = feed.iterator, plan.order(0)
+    next(iterator)
+    feed.set_rank_batch_sizes((2, 6))
+    feed.start(1)
+    assert feed.iterator is iterator
+    (x, _), weight = next(iterator)
+    assert (x.numpy().tolist(), float(weight)) == (order[10:16].tolist(), 1.5)
+    feed.set_rank_batch_sizes((8, 0))
+    feed.start(2)
+    (x, _), weight = next(iterator)
+    assert (len(x), float(weight)) == (1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balance": True, "shares": "1,1"}, "--shares and --balance exclude each other"),
+        ({"shares": "1,x"}, "--shares must be whole numbers"),
+        ({"shares": "0,0"}, "--shares must be whole numbers"),
+        ({"balance_every": 10}, "--balance-every needs --balance"),
+        ({"balance": True, "balance_every": 1000}, "--balance-every must be from 1 to 512"),
+        ({"balance": True, "mode": "local"}, "Use --wait-free"),
+        ({"shares": "1", "mode": "local"}, "Use --wait-free"),
+        ({"balance": True, "jit_compile": True}, "XLA compiles each of them again"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        train_config(**options)
+
+
+def test_shares_must_fit_the_number_of_ranks():
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    data = Arrays(np.zeros((8, 2), np.float32), np.zeros((8, 1), np.float32))
+    with pytest.raises(UsageError, match=r"--shares must have a number for each rank\. Received: 1,1 for 1 rank"):
+        make_trainer(model, data, steps=1, shares="1,1")
