@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from hosts import Host, fail, find_problems, network_to, read_hosts, remote_names, slurm_hosts, spread
 from restarts import Options, supervise
+
+from hvdtrain.system.hosts import Host, find_problems, read_hosts, remote_names, slurm_hosts, spread
+from hvdtrain.system.network import network_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Job:
         """Whether this host gets more ranks than cores; the cores of other hosts are not known here."""
         here = sum(host.slots for host in self.hosts if not remote_names([host])) if self.hosts else self.ranks
         return here > len(os.sched_getaffinity(0))
+
+
+def fail(launcher: str, message: str, code: int = 64) -> NoReturn:
+    print(f"{launcher}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
 
 def make_parser(launcher: str, description: str | None) -> argparse.ArgumentParser:

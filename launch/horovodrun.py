@@ -15,8 +15,11 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from arguments import Job, announce, make_parser, parse_job, run
-from hosts import fail, forwarded_names, interface_in, with_network_settings
+from arguments import Job, announce, fail, make_parser, parse_job, run
+from open_mpi_settings import with_network_settings
+
+from hvdtrain.system.network import interface_in
+from hvdtrain.system.remote_process import forwarded
 
 LAUNCHER = "launch/horovodrun.sh"
 
@@ -49,8 +52,8 @@ def _interface(network: str) -> str:
 
 def environment(env: Mapping[str, str], job: Job) -> dict[str, str]:
     """The environment to start horovodrun with."""
-    forwarded = {name: env[name] for name in forwarded_names(env, job.env_names)}
-    return with_network_settings(forwarded) if job.is_remote else forwarded
+    chosen = forwarded(env, job.env_names)
+    return with_network_settings(chosen) if job.is_remote else chosen
 
 
 def main() -> None:

@@ -18,8 +18,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from arguments import Job, announce, make_parser, parse_job, run
-from hosts import fail, forwarded_names, with_network_settings
+from arguments import Job, announce, fail, make_parser, parse_job, run
+from open_mpi_settings import with_network_settings
+
+from hvdtrain.system.remote_process import forwarded
 
 LAUNCHER = "launch/mpirun.sh"
 
@@ -64,7 +66,7 @@ def open_mpi(
     if job.is_remote:
         # Where the other hosts find Open MPI: a shell started by ssh has another PATH.
         arguments += ["--prefix", str(prefix)]
-        for name in forwarded_names(env, job.env_names):
+        for name in forwarded(env, job.env_names):
             if not name.startswith("OMPI_MCA_"):  # mpirun forwards these itself
                 arguments += ["-x", name]
     if job.network:
@@ -88,7 +90,7 @@ def hydra(job: Job, env: Mapping[str, str], *, is_intel: bool, tags_output: bool
     elif job.hosts:
         arguments += ["-hosts", ",".join(map(str, job.hosts))]
     if job.is_remote:
-        arguments += ["-genvlist", ",".join(forwarded_names(env, job.env_names))]
+        arguments += ["-genvlist", ",".join(forwarded(env, job.env_names))]
     if job.network and "/" not in job.network:
         arguments += ["-iface", job.network]
     return arguments, notes

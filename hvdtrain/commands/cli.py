@@ -79,8 +79,22 @@ def elastic(
     members: Annotated[str, Parameter(name="MIN:MAX", help="Fewest and most processes that train together.")],
     /,
     *,
-    np: Annotated[int | None, Parameter(help="Processes to start here, and to wait for (default: MAX).")] = None,
-    host: Annotated[str, Parameter(help="Address of this host for processes on others (default: none may join).")] = "",
+    np: Annotated[
+        int | None, Parameter(help="Processes to start (default: MAX, or the sum of all slots). 0: others join.")
+    ] = None,
+    hosts: Annotated[
+        str | None, Parameter(name=["--hosts", "-H"], help="Hosts and their slots, a:4,b:4 (default: this host).")
+    ] = None,
+    hostfile: Annotated[
+        Path | None, Parameter(help="The same, one host per line: a slots=4. Changes are followed while the job runs.")
+    ] = None,
+    address: Annotated[
+        str, Parameter(help="Address of this host for processes on others (default: on the way to the first of them).")
+    ] = "",
+    port: Annotated[int, Parameter(help="Port to listen on; 0: any.")] = 0,
+    env: Annotated[
+        list[str] | None, Parameter(negative="", help="Forward another variable to the other hosts; repeatable.")
+    ] = None,
     timeout: Annotated[
         float, Parameter(help="Seconds that fewer than MIN processes wait for others before they save and end.")
     ] = 600.0,

@@ -37,18 +37,19 @@ class ElasticCollectives(HorovodCollectives):
     def reduces(self) -> bool:
         return True
 
-    def restart(self, place: Mapping[str, int], address: str, port: int) -> None:
+    def restart(self, place: Mapping[str, int], address: str, port: int, interface: str) -> None:
         """Leaves the ranks of before and connects to others.
 
         Args:
             place: see :func:`~hvdtrain.system.environment.set_place`.
             address: that of the rendezvous.
+            interface: the network interface that leads to the other ranks.
 
         Raises:
             Exception: one of them is lost.
         """
         self.leave()
-        environment.set_place(place, address, port)
+        environment.set_place(place, address, port, interface)
         environment.set_gloo_timeout_of_restarts()
         before = _connected_sockets()
         self._hvd.init()

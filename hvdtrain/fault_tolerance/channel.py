@@ -52,6 +52,11 @@ class Connection:
         return self._socket.fileno()
 
     @property
+    def address(self) -> str:
+        """This host's address in the connection."""
+        return str(self._socket.getsockname()[0])
+
+    @property
     def is_backed_up(self) -> bool:
         """True while sent messages are still queued on this side."""
         return bool(self._unsent)

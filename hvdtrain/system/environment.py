@@ -136,9 +136,15 @@ def elastic_token() -> str | None:
     return os.environ.get("HVDTRAIN_ELASTIC_TOKEN")
 
 
-def elastic_variables(endpoint: str, token: str) -> dict[str, str]:
+def elastic_variables(endpoint: str, token: str, worker: int) -> dict[str, str]:
     """What makes a process one of an elastic job, whose coordinator listens at ``endpoint``, ``host:port``."""
-    return {"HVDTRAIN_ELASTIC": endpoint, "HVDTRAIN_ELASTIC_TOKEN": token}
+    return {"HVDTRAIN_ELASTIC": endpoint, "HVDTRAIN_ELASTIC_TOKEN": token, "HVDTRAIN_ELASTIC_WORKER": str(worker)}
+
+
+def elastic_worker() -> int | None:
+    """The number of the worker that this process belongs to; None if ``hvdtrain elastic`` has not started it."""
+    number = os.environ.get("HVDTRAIN_ELASTIC_WORKER", "")
+    return int(number) if number.isdecimal() else None
 
 
 def join_elastic_job(endpoint: str) -> None:
@@ -156,18 +162,18 @@ def has_joined() -> bool:
     return os.environ.get("HVDTRAIN_ELASTIC_JOINED") == str(os.getpid())
 
 
-def set_place(place: Mapping[str, int], address: str, port: int) -> None:
+def set_place(place: Mapping[str, int], address: str, port: int, interface: str) -> None:
     """Sets the place of this rank in a job over Gloo, which Horovod reads at each start.
 
     Args:
         place: ``rank``, ``size``, ``local_rank``, ``local_size``, ``cross_rank`` and ``cross_size``.
         address: that of the rendezvous.
+        interface: the network interface that leads to the other ranks, unless the user has set one.
     """
+    os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
     variables = {name.upper(): str(value) for name, value in place.items()}
     variables |= {"GLOO_RENDEZVOUS_ADDR": address, "GLOO_RENDEZVOUS_PORT": str(port), "HOSTNAME": socket.gethostname()}
     variables |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
-    if address.startswith("127."):
-        variables["GLOO_IFACE"] = "lo"
     os.environ.update({f"HOROVOD_{name}": value for name, value in variables.items()})
 
 

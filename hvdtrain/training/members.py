@@ -144,7 +144,7 @@ class ElasticMembers:
                 self._coordinator.exit()
             place = dataclasses.asdict(generation.place(self._coordinator.number))
             try:
-                self._collectives.restart(place, generation.address, generation.port)
+                self._collectives.restart(place, generation.address, generation.port, self._coordinator.interface)
                 self._settle()
                 return
             except Exception as error:

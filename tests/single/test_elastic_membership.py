@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from made_up_jobs import wait_until
@@ -112,7 +113,15 @@ class Member:
     def __init__(self, job: "CoordinatedJob", token: str = "secret", **hello):
         self._socket = socket.create_connection(("127.0.0.1", job.coordinator.port), timeout=5)
         self._lines = self._socket.makefile("r")
-        facts = {"kind": "hello", "token": token, "host": "a", "pid": 1, "facts": {"--x": 1}, "stall_timeout_s": 0}
+        facts = {
+            "kind": "hello",
+            "token": token,
+            "host": "a",
+            "pid": 1,
+            "worker": 1,
+            "facts": {"--x": 1},
+            "stall_timeout_s": 0,
+        }
         self.send(**{**facts, **hello})
 
     def send(self, **message) -> None:
@@ -138,9 +147,7 @@ class CoordinatedJob:
         self.said: list[str] = []
         self.removed: list[int] = []
         options = {"token": "secret", "start_size": membership.maximum, "timeout_s": 60, "host": "127.0.0.1", **options}
-        self.coordinator = Coordinator(
-            membership, say=self.said.append, on_removed=lambda pid, host: self.removed.append(pid), **options
-        )
+        self.coordinator = Coordinator(membership, say=self.said.append, on_removed=self.removed.append, **options)
         self._ends = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -365,7 +372,7 @@ def test_a_rendezvous_leaves_no_port():
     [
         (["2:4", "python", "-m", "x", "--np", "3"], ["2:4"], ["python", "-m", "x", "--np", "3"]),
         (["2:4", "--np", "3", "python"], ["2:4", "--np", "3"], ["python"]),
-        (["--host", "a:1", "2:4", "--", "--odd"], ["--host", "a:1", "2:4"], ["--odd"]),
+        (["-H", "a:1", "2:4", "--", "--odd"], ["-H", "a:1", "2:4"], ["--odd"]),
         (["2:4"], ["2:4"], []),
     ],
 )
@@ -379,7 +386,17 @@ def test_the_command_is_divided_from_the_options(arguments, own, command):
         ({"members": "4:2"}, "MIN:MAX must be two whole numbers"),
         ({"members": "2"}, "MIN:MAX must be two whole numbers"),
         ({"members": "0:2"}, "MIN:MAX must be two whole numbers"),
-        ({"members": "2:4", "np": 5}, "--np must be from MIN to MAX, 2 to 4. Received: 5"),
+        ({"members": "2:4", "np": 5}, "--np must be from 0 to MAX, 4. Received: 5"),
+        (
+            {"members": "2:4", "np": 3, "hosts": "localhost:2"},
+            "--np must be at most the sum of all slots, 2. Received: 3",
+        ),
+        ({"members": "2:4", "hosts": "a b"}, "hosts must have the form a:4,b:4"),
+        ({"members": "2:4", "hosts": "a", "hostfile": Path("x")}, "--hosts and --hostfile exclude each other"),
+        ({"members": "2:4", "hostfile": Path("/no/such/file")}, "No such file or directory: '/no/such/file'"),
+        ({"members": "2:4", "hosts": "#"}, "there must be at least one host. Received: none in --hosts"),
+        ({"members": "2:4", "env": ["NO_SUCH_NAME"]}, "--env must be the name of a variable that is set"),
+        ({"members": "2:4", "port": 70000}, "--port must be from 0 to 65535. Received: 70000"),
         ({"members": "2:4", "timeout": -1.0}, "--timeout must be at least 0"),
         ({"members": "2:4", "command": []}, "a command is missing"),
     ],

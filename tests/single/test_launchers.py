@@ -1,5 +1,6 @@
 """launch/mpirun.sh and launch/horovodrun.sh: hosts, arguments for each MPI, and error messages."""
 
+import ipaddress
 import os
 import pty
 import re
@@ -14,10 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "launch"))
 
 import horovodrun  # noqa: E402
-import hosts  # noqa: E402
 import mpirun  # noqa: E402
 from arguments import Job  # noqa: E402
-from hosts import Host, find_problems, forwarded_names, network_to, read_hosts, remote_names, slurm_hosts, spread  # noqa: E402
+
+from hvdtrain.system.hosts import Host, find_problems, read_hosts, remote_names, slurm_hosts, spread  # noqa: E402
+from hvdtrain.system.network import interface_in, network_to  # noqa: E402
+from hvdtrain.system.remote_process import forwarded  # noqa: E402
 
 FOUR = [Host("far1", 4), Host("far2", 4)]
 
@@ -74,8 +77,8 @@ def test_remote_names_exclude_this_host():
 def test_only_needed_variables_are_forwarded():
     secrets = ("AWS_SECRET_ACCESS_KEY", "MY_TOKEN", "PS1", "PATHFINDER_KEY", "TERMINAL_PASSWORD")
     env = dict.fromkeys(("PATH", "HVDTRAIN_MPI", "NCCL_DEBUG", *secrets), "x")
-    assert forwarded_names(env) == ["HVDTRAIN_MPI", "NCCL_DEBUG", "PATH"]
-    assert forwarded_names(env, ["MY_TOKEN"]) == ["HVDTRAIN_MPI", "MY_TOKEN", "NCCL_DEBUG", "PATH"]
+    assert list(forwarded(env)) == ["PATH", "HVDTRAIN_MPI", "NCCL_DEBUG"]
+    assert list(forwarded(env, ["MY_TOKEN"])) == ["PATH", "HVDTRAIN_MPI", "NCCL_DEBUG", "MY_TOKEN"]
 
 
 def job(where: list[Host], ranks: int, network: str | None = None) -> Job:
@@ -174,8 +177,8 @@ def test_horovodrun():
 def test_network_detection():
     assert network_to("127.0.0.1") == "127.0.0.0/8"
     assert network_to("no-such-host.invalid") is None
-    assert hosts.interface_in(hosts.ipaddress.ip_network("127.0.0.0/8")) == "lo"
-    assert hosts.interface_in(hosts.ipaddress.ip_network("203.0.113.0/24")) is None
+    assert interface_in(ipaddress.ip_network("127.0.0.0/8")) == "lo"
+    assert interface_in(ipaddress.ip_network("203.0.113.0/24")) is None
 
 
 @pytest.mark.parametrize(

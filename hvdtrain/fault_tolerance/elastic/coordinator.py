@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdtrain.distributed.rendezvous import Rendezvous
-from hvdtrain.errors import DisagreementError, StoppedEarly
+from hvdtrain.errors import DisagreementError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.channel import Connection, Message
 from hvdtrain.fault_tolerance.elastic.generation import Generation
 from hvdtrain.fault_tolerance.elastic.membership import Member, Membership
@@ -31,8 +31,9 @@ class Coordinator:
         start_size: members that the first generation waits for.
         timeout_s: how long fewer members than the minimum wait for others before they save and end.
         host: the address to listen on.
+        port: the port; 0: any.
         say: prints a message.
-        on_removed: called with the process ID and host of a member that is no longer part of the job.
+        on_removed: called with the worker number of a process that is no longer part of the job.
         clock: returns the time in seconds; monotonic.
     """
 
@@ -44,8 +45,9 @@ class Coordinator:
         start_size: int,
         timeout_s: float,
         host: str,
+        port: int = 0,
         say: Callable[[str], None],
-        on_removed: Callable[[int, str], None] = lambda pid, host: None,
+        on_removed: Callable[[int], None] = lambda worker: None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._membership = membership
@@ -55,7 +57,12 @@ class Coordinator:
         self._say = say
         self._on_removed = on_removed
         self._clock = clock
-        self._listener = socket.create_server((host, 0), backlog=100)
+        try:
+            self._listener = socket.create_server((host, port), backlog=100)
+        except OSError as error:
+            raise UsageError(
+                f"the coordinator must be able to listen at {host}:{port}. Received: {error.strerror or error}"
+            ) from None
         self._listener.setblocking(False)
         self._host = host
         self._selector = selectors.PollSelector()
@@ -93,6 +100,12 @@ class Coordinator:
             self._stop_reason = reason
             if self._membership.generation == 0:
                 self._end(StoppedEarly.exit_code)
+
+    def ask_to_leave(self, worker: int, reason: str) -> None:
+        """Makes a process that was started with this worker number leave, as if it had been sent SIGTERM."""
+        for peer in list(self._peers):
+            if peer.member is not None and peer.worker == worker:
+                self._leave(peer, peer.member, reason)
 
     def poll(self, timeout_s: float) -> None:
         """Waits for messages, at most this long, and acts on them and on what is due."""
@@ -142,6 +155,7 @@ class Coordinator:
             valid = hmac.compare_digest(str(message["token"]).encode(errors="replace"), self._token.encode())
             host, pid, facts = str(message["host"]), int(message["pid"]), dict(message["facts"])
             peer.stall_timeout_s = float(message["stall_timeout_s"])
+            peer.worker = None if message["worker"] is None else int(message["worker"])
         except (KeyError, TypeError, ValueError):
             valid = False
         if not valid or message.get("kind") != "hello":
@@ -221,7 +235,8 @@ class Coordinator:
             return
         at_step = "" if peer.step is None else f" at step {peer.step}"
         self._say(f"lost {peer.name}{at_step}: {why}")
-        self._on_removed(peer.pid, member.host)
+        if peer.worker is not None:
+            self._on_removed(peer.worker)
         if interrupts:
             self.lost += 1
             self._interrupt()

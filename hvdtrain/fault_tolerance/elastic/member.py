@@ -75,6 +75,7 @@ class CoordinatorLink(threading.Thread):
                 "token": token,
                 "host": network.host_name(),
                 "pid": os.getpid(),
+                "worker": environment.elastic_worker(),
                 "facts": dict(facts),
                 "stall_timeout_s": stall_timeout_s,
             }
@@ -131,6 +132,12 @@ class CoordinatorLink(threading.Thread):
     def is_ready(self) -> None:
         """Reports that this process could train at once."""
         self._send({"kind": "ready"})
+
+    @property
+    def interface(self) -> str:
+        """The network interface that leads to the coordinator, and so to the other members."""
+        address = self._connection.address
+        return network.interface_with(address) or ("lo" if address.startswith("127.") else "")
 
     def wait_for_cut(self) -> bool:
         """Reports that reductions fail, and waits for the coordinator to end the generation; False if it does not."""
@@ -337,7 +344,7 @@ def join_elastic_job(facts: Mapping[str, Any], stall_timeout_s: float) -> Elasti
         if generation is None:
             raise StoppedEarly("this process was asked to leave before training began.")
         place = dataclasses.asdict(generation.place(watch.coordinator.number))
-        environment.set_place(place, generation.address, generation.port)
+        environment.set_place(place, generation.address, generation.port, watch.coordinator.interface)
     return watch
 
 

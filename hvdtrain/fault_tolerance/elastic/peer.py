@@ -12,6 +12,8 @@ class Peer:
         self.received_at = now
         self.member: Member | None = None
         self.pid = 0
+        self.worker: int | None = None
+        """The number of the worker, if the coordinator's process has started it."""
         self.stall_timeout_s = 0.0
         self.heartbeats = 0
         self.step: int | None = None

@@ -1,30 +1,14 @@
-"""Hosts of a job, for the launchers: parsing host lists, checking that hosts are ready, finding the network."""
+"""Hosts of a job: parsing host lists, distributing ranks, and checking that hosts are ready."""
 
-import fcntl
-import ipaddress
 import re
 import socket
-import struct
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from horovod.runner.forwarded import FORWARDED
-
-_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
-# Protocol for long messages over TCP. MPI_Allreduce of 16 MiB on two hosts reached 0.61 of a 100 Mbit/s link with Open
-# MPI's default and 0.94 with this setting (1 Gbit/s: 0.60 and 0.86). On a single host, limited only by the cores, the
-# default is a third faster.
-_OPEN_MPI_TCP = {"OMPI_MCA_btl_tcp_flags": "send"}
-# Reduction algorithm. MPI_Allreduce of 16 MiB on 100 Mbit/s links, default and these rules: 4.5 and 2.2 s on 3 hosts,
-# 3.1 and 2.7 s on 4 hosts. Between ranks of one host the default is faster.
-_OPEN_MPI_RING = {
-    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
-    "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(Path(__file__).with_name("open_mpi_allreduce.rules")),
-}
+from hvdtrain.system.network import host_addresses
 
 
 class Host(NamedTuple):
@@ -35,11 +19,6 @@ class Host(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
-
-
-def fail(launcher: str, message: str, code: int = 64) -> NoReturn:
-    print(f"{launcher}: {message}", file=sys.stderr, flush=True)
-    raise SystemExit(code)
 
 
 def read_hosts(text: str) -> list[Host]:
@@ -104,7 +83,7 @@ def spread(hosts: list[Host], ranks: int) -> list[Host]:
 def remote_names(hosts: Iterable[Host]) -> list[str]:
     """The names of the hosts that are not this host."""
     own = {"localhost", socket.gethostname(), socket.gethostname().partition(".")[0]}
-    own |= {address for address, _ in _interfaces().values()}
+    own |= {"127.0.0.1", *host_addresses()}
     return [host.name for host in hosts if host.name not in own]
 
 
@@ -144,54 +123,3 @@ def _cause(lines: list[str]) -> str:
             if sign in line:
                 return line.strip("@ ")
     return lines[-1] if lines else ""
-
-
-def network_to(name: str) -> str | None:
-    """The network that connects this host to another: ``10.1.0.0/16``, or the interface if it leads to a router."""
-    try:
-        address_there = socket.gethostbyname(name)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address_there, 9))  # sends no packet
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    for interface, (address, network) in _interfaces().items():
-        if address == own:
-            return str(network) if ipaddress.ip_address(address_there) in network else interface
-    return None
-
-
-def interface_in(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> str | None:
-    """The interface of this host whose address is in a network."""
-    addresses = {name: address for name, (address, _) in _interfaces().items()}
-    return next((name for name, each in addresses.items() if ipaddress.ip_address(each) in network), None)
-
-
-def _interfaces() -> dict[str, tuple[str, ipaddress.IPv4Network]]:
-    """Maps each interface with an IPv4 address to that address and its network."""
-    found = {}
-    for _, name in socket.if_nameindex():
-        address, mask = _interface_address(name, _SIOCGIFADDR), _interface_address(name, _SIOCGIFNETMASK)
-        if address is not None and mask is not None:
-            found[name] = address, ipaddress.IPv4Network(f"{address}/{mask}", strict=False)
-    return found
-
-
-def _interface_address(name: str, request: int) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
-
-
-def with_network_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """Adds Open MPI's settings for several hosts to an environment; existing values take precedence."""
-    is_chosen = any(name.startswith("OMPI_MCA_coll_tuned_") for name in env)
-    return {**_OPEN_MPI_TCP, **({} if is_chosen else _OPEN_MPI_RING), **env}
-
-
-def forwarded_names(env: Mapping[str, str], more: Iterable[str] = ()) -> list[str]:
-    """The names of the variables to forward to all hosts: those a job may need, and ``more``."""
-    return sorted({*filter(FORWARDED.fullmatch, env), *more})

@@ -1,0 +1,225 @@
+"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when again."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.errors import DataError, DisagreementError, DivergenceError, HvdtrainError, StoppedEarly, UsageError
+from hvdtrain.system.hosts import Host, find_problems, read_hosts, remote_names
+from hvdtrain.system.remote_process import start_remote
+
+# A restart would fail again.
+_FINAL_CODES = tuple(
+    error.exit_code for error in (UsageError, DataError, DivergenceError, DisagreementError, StoppedEarly)
+)
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+_READ_S = 2.0
+_START_TIMEOUT_S = 30.0
+
+
+class HostList:
+    """The hosts to start processes on: this one, given ones, or those in a file, which may change.
+
+    Raises:
+        UsageError: the list or the file is malformed, empty or cannot be read.
+        HvdtrainError: a host is not ready.
+    """
+
+    def __init__(self, hosts: str | None, hostfile: Path | None, here: int):
+        if hosts is not None and hostfile is not None:
+            raise UsageError("--hosts and --hostfile exclude each other. Received: both. Set one of them.")
+        self._file = hostfile
+        self._text = hosts or ""
+        self._read_at = 0.0
+        try:
+            if hostfile is not None:
+                self._text = hostfile.read_text()
+            self.hosts = read_hosts(self._text)
+        except (OSError, ValueError) as error:
+            raise UsageError(str(error)) from None
+        if not self.hosts:
+            if hosts is not None or hostfile is not None:
+                raise UsageError(f"there must be at least one host. Received: none in {hostfile or '--hosts'}")
+            self.hosts = [Host("localhost", here)] if here else []
+        if problems := find_problems(self.remote, Path(sys.executable), _START_TIMEOUT_S):
+            raise HvdtrainError("\n".join(problems))
+
+    @property
+    def remote(self) -> list[str]:
+        """The names of the other hosts."""
+        return remote_names(self.hosts)
+
+    @property
+    def num_slots(self) -> int:
+        return sum(host.slots for host in self.hosts)
+
+    def has_changed(self, now: float, say: Callable[[str], None]) -> bool:
+        """Reads the file again if it is due; returns whether the hosts are others than before."""
+        if self._file is None or now < self._read_at:
+            return False
+        self._read_at = now + _READ_S
+        try:
+            text = self._file.read_text()
+            if text == self._text:
+                return False
+            self._text = text
+            hosts = read_hosts(text)
+        except (OSError, ValueError) as error:
+            say(f"{self._file} is ignored until it changes: {error}")
+            return False
+        before, self.hosts = self.hosts, hosts
+        return hosts != before
+
+
+class Worker:
+    """A process of the job, started again when it dies.
+
+    Args:
+        number: tells the coordinator which process has connected.
+        host: None: this one.
+    """
+
+    def __init__(self, number: int, host: str | None, command: Sequence[str], env: Mapping[str, str]):
+        self.number = number
+        self.host = host
+        self._command = list(command)
+        self._env = dict(env)
+        self._pause_s = _FIRST_PAUSE_S
+        self._start_at = 0.0
+        self.is_last = False
+        """Whether it is not started again."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start_if_due(self, now: float) -> None:
+        if self._process is not None or now < self._start_at:
+            return
+        if self.host is not None:
+            self._process = start_remote(self.host, self._command, self._env)
+        else:
+            # Its own session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
+            self._process = subprocess.Popen(
+                self._command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def exit_code(self) -> int | None:
+        """The exit code if it has ended."""
+        return None if self._process is None else self._process.poll()
+
+    def restart_later(self, now: float) -> float:
+        """Returns the pause before the next start, twice as long each time."""
+        self._process = None
+        pause_s = self._pause_s
+        self._start_at = now + pause_s
+        self._pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        return pause_s
+
+    def kill(self) -> None:
+        """Kills the process and those that it has started; on another host, the process."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+class Workers:
+    """The processes of a job that this process has started.
+
+    Args:
+        make_worker: makes the worker with a number, for a host (None: this one).
+        maximum: most workers.
+    """
+
+    def __init__(
+        self,
+        make_worker: Callable[[int, str | None], Worker],
+        hosts: HostList,
+        maximum: int,
+        say: Callable[[str], None],
+    ):
+        self._make_worker = make_worker
+        self._hosts = hosts
+        self._maximum = maximum
+        self._say = say
+        self._next_number = 0
+        self._workers: list[Worker] = []
+        self._fill()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def num_running(self) -> int:
+        return sum(worker.is_running for worker in self._workers)
+
+    def _fill(self) -> None:
+        """Adds a worker for each free slot, up to the maximum."""
+        staying = [worker for worker in self._workers if not worker.is_last]
+        for name, slots in self._hosts.hosts:
+            host = name if remote_names([Host(name, 1)]) else None
+            used = sum(worker.host == host for worker in staying)
+            for _ in range(min(slots - used, self._maximum - len(staying))):
+                staying.append(self._make_worker(self._next_number, host))
+                self._workers.append(staying[-1])
+                self._next_number += 1
+
+    def follow_hosts(self, now: float) -> list[int]:
+        """Adapts to changes of the hosts; returns the numbers of the workers that have to leave."""
+        if not self._hosts.has_changed(now, self._say):
+            return []
+        self._say(f"hosts: {', '.join(map(str, self._hosts.hosts)) or 'none'}")
+        slots = {(name if remote_names([Host(name, 1)]) else None): n for name, n in self._hosts.hosts}
+        leaving = []
+        for worker in self._workers:
+            if not worker.is_last:
+                slots[worker.host] = slots.get(worker.host, 0) - 1
+                if slots[worker.host] < 0:
+                    worker.is_last = True
+                    leaving.append(worker.number)
+        self._workers = [worker for worker in self._workers if worker.is_running or not worker.is_last]
+        self._fill()
+        return leaving
+
+    def start_and_reap(self, now: float, *, has_trained: bool) -> int | None:
+        """Starts the workers that are due.
+
+        Args:
+            has_trained: whether the job has had a generation. Before, a worker that fails is not started again: what
+                it fails of is likely to be the same in its next start.
+
+        Returns:
+            The exit code of the job if a worker's failure decides it.
+        """
+        for worker in list(self._workers):
+            if not worker.is_last:
+                worker.start_if_due(now)
+            code = worker.exit_code()
+            if code is None:
+                continue
+            if code != 0 and not has_trained:
+                return code if code > 0 else 1
+            if code == 0 or code in _FINAL_CODES or worker.is_last:
+                self._workers.remove(worker)
+            else:
+                pause_s = worker.restart_later(now)
+                where = f" on {worker.host}" if worker.host else ""
+                self._say(f"a process{where} ended with {_describe(code)}; it is started again in {pause_s:g} s")
+        return None
+
+    def kill(self, number: int) -> None:
+        """Kills a worker that is no longer part of the job: another process takes its place."""
+        for worker in self._workers:
+            if worker.number == number:
+                worker.kill()
+
+    def kill_all(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
+
+def _describe(code: int) -> str:
+    return f"exit code {code}" if code > 0 else signal.Signals(-code).name
