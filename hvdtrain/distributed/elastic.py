@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -29,9 +29,10 @@ class ElasticCollectives(HorovodCollectives):
     def __init__(self, launcher: Launcher):
         self._sockets_lock = threading.Lock()
         self._sockets: set[_Socket] = set()
-        before = _connected_sockets()
-        super().__init__(launcher)
-        self._sockets = _connected_sockets() - before
+        self._sockets_before: set[_Socket] | None = None
+        """While the ranks connect: the sockets that are not theirs."""
+        with self._noting_sockets():
+            super().__init__(launcher)
 
     @property
     def reduces(self) -> bool:
@@ -51,10 +52,19 @@ class ElasticCollectives(HorovodCollectives):
         self.leave()
         environment.set_place(place, address, port, interface)
         environment.set_gloo_timeout_of_restarts()
-        before = _connected_sockets()
-        self._hvd.init()
+        with self._noting_sockets():
+            self._hvd.init()
+
+    @contextlib.contextmanager
+    def _noting_sockets(self) -> Iterator[None]:
+        """What connects within belongs to the ranks."""
         with self._sockets_lock:
-            self._sockets = _connected_sockets() - before
+            before = self._sockets_before = _connected_sockets()
+        try:
+            yield
+        finally:
+            with self._sockets_lock:
+                self._sockets, self._sockets_before = _connected_sockets() - before, None
 
     def leave(self) -> None:
         """Disconnects from the ranks of this generation; those that live must call it together."""
@@ -63,12 +73,13 @@ class ElasticCollectives(HorovodCollectives):
             self._sockets = set()
 
     def cut(self) -> None:
-        """Makes the collectives that are under way fail at once, from any thread.
+        """Makes the collectives or the start that are under way fail at once, from any thread.
 
         The ranks that are connected to a lost one notice it by themselves, the others only after Gloo's timeout.
         """
         with self._sockets_lock:
-            for each in self._sockets:
+            before = self._sockets_before
+            for each in self._sockets if before is None else _connected_sockets() - before:
                 # Horovod may have closed it, and its descriptor may be that of another file.
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as duplicate:
                     if os.fstat(duplicate.fileno()).st_ino == each.inode:

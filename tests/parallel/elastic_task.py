@@ -2,7 +2,8 @@
 
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
 ``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once; while its
-rank has not joined yet, the steps before it are slow.
+rank has not joined yet, the steps before it are slow. With ``connect`` and ``settle`` instead, the first number is how
+often this process has connected to other ranks, or settled with them.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 """
 
@@ -18,13 +19,16 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.distributed import runtime
+from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.tasks import digits
+from hvdtrain.training.members import ElasticMembers
 
 keras.config.set_floatx("float64")
 keras.config.set_dtype_policy("float64")
 
 
 MODELS: list[keras.Model] = []
+STEP = ("before", "within")
 
 
 def events() -> list[list]:
@@ -34,20 +38,39 @@ def events() -> list[list]:
 
 def wait_for_ranks(step: int) -> None:
     size = runtime.collectives().size
-    if any(at - 60 <= step < at and size <= max(rank, 1) for at, rank, _, _ in events()):
+    if any(at - 60 <= step < at and size <= max(rank, 1) for at, rank, _, where in events() if where in STEP):
         time.sleep(0.5)
 
 
 def events_at(step: int, where: str) -> None:
     path = os.environ.get("HVDTRAIN_TEST_EVENTS")
     for i, (at, rank, name, place) in enumerate(events()):
-        if (at, rank, place) == (step, runtime.collectives().rank, where) and runtime.collectives().size > 1:
+        if (at, place) != (step, where):
+            continue
+        if runtime.collectives().size > 1 and runtime.collectives().rank == rank:
             try:
                 os.close(os.open(f"{path}.{i}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
             Path(f"{path}.{i}").write_text(str(time.time()))
             os.kill(os.getpid(), getattr(signal, name))
+
+
+def _with_events(owner: type, method: str, where: str) -> None:
+    plain = getattr(owner, method)
+    calls = []
+
+    def call(*args):
+        calls.append(1)
+        events_at(len(calls), where)
+        return plain(*args)
+
+    setattr(owner, method, call)
+
+
+if events():
+    _with_events(ElasticCollectives, "restart", "connect")
+    _with_events(ElasticMembers, "_settle", "settle")
 
 
 @keras.saving.register_keras_serializable()

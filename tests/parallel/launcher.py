@@ -88,6 +88,19 @@ class Job:
         """Whether the launcher is running."""
         return self._launcher.poll() is None
 
+    @property
+    def output(self) -> str:
+        """What the job has printed so far."""
+        return "".join(self._output)
+
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+        """Waits until the job has printed a text."""
+        until_s = time.monotonic() + timeout_s
+        while text not in self.output:
+            assert time.monotonic() < until_s, f"the job never printed {text!r}. Its output:\n{_tail(self.output)}"
+            assert self.is_running, self.output
+            time.sleep(0.05)
+
     def processes(self) -> dict[int, dict[str, str]]:
         """The environments of the job's processes, by process id."""
         found = {}

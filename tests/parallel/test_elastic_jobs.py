@@ -6,28 +6,21 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from launcher import ROOT, TESTS, Finished, Job
+from elastic_runs import TRAIN, assert_equal_runs, summary, train_alone
+from launcher import ROOT, Finished, Job
 
 pytestmark = pytest.mark.slow
 
-TASK = str(TESTS / "elastic_task.py")
-TRAIN = [sys.executable, "-m", "hvdtrain", "--task", TASK]
-GLOBAL_BATCH, STEPS = 48, 900
+STEPS = 900
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Path:
     """The run that all others must equal."""
-    folder = tmp_path_factory.mktemp("one") / "run"
-    line = [*TRAIN, "--batch-size", str(GLOBAL_BATCH), "--steps", str(STEPS), "--run-dir", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder
+    return train_alone(tmp_path_factory.mktemp("one") / "run", STEPS)
 
 
 class ElasticJob(Job):
@@ -46,17 +39,6 @@ class ElasticJob(Job):
         finally:
             del os.environ["HVDTRAIN_TEST_EVENTS"], os.environ["HVDTRAIN_TEST_STEP_S"]
 
-    @property
-    def text(self) -> str:
-        return "".join(self._output)
-
-    def wait_for(self, text: str, timeout_s: float = 60) -> None:
-        until = time.monotonic() + timeout_s
-        while text not in self.text:
-            assert time.monotonic() < until, f"never said {text!r}:\n{self.text}"
-            assert self.is_running, self.text
-            time.sleep(0.05)
-
     def happened(self) -> int:
         return len(list(self.folder.glob("events.json.*")))
 
@@ -68,38 +50,6 @@ def end(job: ElasticJob, timeout_s: float = 120) -> Finished:
         return ended
     finally:
         job.kill()
-
-
-def weights(folder: Path) -> list[np.ndarray]:
-    import keras
-
-    return keras.saving.load_model(folder / "model.keras", compile=False).get_weights()
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
-
-
-def assert_equals_one_process(folder: Path, one: Path) -> None:
-    ours, theirs = weights(folder), weights(one)
-    difference = max(np.abs(a - b).max() / max(1e-12, np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
-    assert difference < 1e-10
-    for name in ("steps", "samples"):
-        assert summary(folder)[name] == summary(one)[name]
-    assert summary(folder)["eval"] == pytest.approx(summary(one)["eval"], rel=1e-6)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _task_can_be_imported():
-    sys.path.insert(0, str(TESTS))
-    import elastic_task  # its layer is in the saved models
-
-    yield elastic_task
-    sys.path.remove(str(TESTS))
-    import keras
-
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
 
 
 def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_path):
@@ -115,7 +65,7 @@ def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_
     assert job.happened() == 4
     assert ended.output.count("hvdtrain elastic: lost rank") == 3
     assert "leaves: SIGTERM on host" in ended.output
-    assert_equals_one_process(tmp_path / "run", one_process)
+    assert_equal_runs(tmp_path / "run", one_process)
     # The newest writer has continued the files of those before.
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = [line["step"] for line in lines if line["event"] == "train"]
@@ -128,6 +78,21 @@ def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_
     assert checkpoints[-1] == f"step-{STEPS:08d}"
 
 
+def test_ranks_that_are_lost_while_the_others_connect_and_settle(one_process, tmp_path):
+    events = [
+        [60, 2, "SIGKILL", "before"],
+        [1, 1, "SIGKILL", "connect"],  # of the two that are left
+        [1, 1, "SIGKILL", "settle"],  # the first newcomer
+    ]
+    job = ElasticJob("1:3", tmp_path, events)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    assert ended.output.count("hvdtrain elastic: lost rank") == 3
+    assert "terminate called" not in ended.output
+    assert_equal_runs(tmp_path / "run", one_process)
+
+
 @pytest.mark.long
 def test_two_ranks_lost_at_once_and_too_few_ranks(one_process, tmp_path):
     events = [[100, 1, "SIGKILL", "within"], [100, 2, "SIGKILL", "within"]]
@@ -137,18 +102,16 @@ def test_two_ranks_lost_at_once_and_too_few_ranks(one_process, tmp_path):
     assert job.happened() == 2
     assert "stopped at step" in ended.output
     # One process finishes it.
-    line = [*TRAIN, "--batch-size", str(GLOBAL_BATCH), "--steps", str(STEPS), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    train_alone(tmp_path / "run", STEPS)
     assert 99 <= summary(tmp_path / "run")["resumed_from"] <= 101
-    assert_equals_one_process(tmp_path / "run", one_process)
+    assert_equal_runs(tmp_path / "run", one_process)
 
 
 def test_a_stopped_rank_strangers_and_a_stop(one_process, tmp_path):
     job = ElasticJob("1:2", tmp_path, [[60, 1, "SIGSTOP", "within"]], "--stall-timeout", "3")
     try:
         job.wait_for("generation 1: 2 rank(s)")
-        (port,) = [int(line.rpartition(":")[2]) for line in job.text.splitlines() if "others join at" in line]
+        (port,) = [int(line.rpartition(":")[2]) for line in job.output.splitlines() if "others join at" in line]
         # Strangers: one without the token, one that says nothing, one with other options.
         with socket.create_connection(("127.0.0.1", port)) as stranger, socket.create_connection(("127.0.0.1", port)):
             stranger.sendall(b'{"kind": "hello", "token": "\xc3\x28", "host": 1}\n{"kind": "end", "code": 9}\n')
@@ -164,7 +127,7 @@ def test_a_stopped_rank_strangers_and_a_stop(one_process, tmp_path):
             "must have the options and versions of the job. Received: --stall-timeout: 600.0, not 3.0" in other.stderr
         )
         job.wait_for("lost rank 1")
-        assert "no heartbeat for 3 s" in job.text
+        assert "no heartbeat for 3 s" in job.output
         job.wait_for("2 rank(s), 1 of them new")
         job.signal(signal.SIGTERM)
         ended = end(job)
@@ -173,9 +136,7 @@ def test_a_stopped_rank_strangers_and_a_stop(one_process, tmp_path):
     assert ended.code == 75, ended.output
     assert "SIGTERM to hvdtrain elastic" in ended.output
     # The global batch is that of two ranks.
-    line = [*TRAIN, "--batch-size", "32", "--steps", str(STEPS), "--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    train_alone(tmp_path / "run", STEPS, batch_size=32)
     assert summary(tmp_path / "run")["resumed_from"] > 60
 
 

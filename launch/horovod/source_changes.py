@@ -1,0 +1,126 @@
+"""What is changed in Horovod's source: a lost rank must end neither the other processes nor confuse them."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """A text that occurs once in a file, and what replaces it."""
+
+    file: str
+    before: str
+    after: str
+
+
+_OPERATIONS = "horovod/common/operations.cc"
+
+CHANGES = [
+    # While ranks connect over Gloo, an exception in Horovod's thread (a rank was lost, or nobody answers) called
+    # std::terminate. Now horovod_init fails, and can be called again.
+    Change(
+        _OPERATIONS,
+        """\
+  {
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+""",
+        """\
+  try {
+    global_gloo_context.Initialize(ParseGlooIface());
+    if (state.control_operation == LibType::GLOO) {
+      // Initializes global controller
+      state.process_set_table.Initialize(global_gloo_context);
+    }
+  } catch (const std::exception& ex) {
+    LOG(ERROR) << "Horovod could not connect the ranks over Gloo: " << ex.what();
+    if (state.control_operation == LibType::GLOO) {
+      state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
+    }
+    global_gloo_context.Finalize();
+    state.initialization_failed = true;
+    return;
+  }
+""",
+    ),
+    Change(
+        _OPERATIONS,
+        """\
+    // Reset initialization flag
+    horovod_global.initialization_done = false;
+""",
+        """\
+    // Reset initialization flag
+    horovod_global.initialization_done = false;
+    horovod_global.initialization_failed = false;
+""",
+    ),
+    # After a failed collective, a rank went on to the next one over the connections that were left. Where the others
+    # still waited for the failed one, Gloo took its message for part of that ("8 vs 4") and ended their processes.
+    Change(
+        _OPERATIONS,
+        """\
+  Status status;
+  try {
+    // process_set is passed here only for the case of Response::JOIN where
+""",
+        """\
+  Status status;
+  bool is_broken = false;
+  try {
+    // process_set is passed here only for the case of Response::JOIN where
+""",
+    ),
+    Change(
+        _OPERATIONS,
+        """\
+        << "ExecuteOperation Failed";
+    status = Status::UnknownError(ex.what());
+  }
+""",
+        """\
+        << "ExecuteOperation Failed";
+    status = Status::UnknownError(ex.what());
+    is_broken = horovod_global.control_operation == LibType::GLOO;
+  }
+""",
+    ),
+    Change(
+        _OPERATIONS,
+        """\
+      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);
+      e.FinishWithCallback(status);
+    }
+  }
+}
+""",
+        """\
+      timeline.End(e.tensor_name, status.ok() ? e.output : nullptr);
+      e.FinishWithCallback(status);
+    }
+  }
+  if (is_broken) {
+    // Ends the background loop, and with it the connections.
+    throw std::runtime_error(status.reason());
+  }
+}
+""",
+    ),
+]
+
+
+def change(source: Path) -> None:
+    """Changes Horovod's unpacked source.
+
+    Raises:
+        RuntimeError: it is another source than that the changes were written for.
+    """
+    for file, before, after in CHANGES:
+        path = source / file
+        text = path.read_text()
+        if text.count(before) != 1:
+            raise RuntimeError(f"{path} must contain once what hvdtrain changes in it. Received: another source.")
+        path.write_text(text.replace(before, after))
