@@ -35,7 +35,7 @@ def test_ranks_are_lost_added_and_cut_off(tmp_path):
     run_dir, hostfile = tmp_path / "run", tmp_path / "hosts"
     hostfile.write_text("lab1 slots=1\nlab2 slots=1\n")
     elastic = [sys.executable, "-m", "hvdtrain", "elastic", "1:3", "--hostfile", str(hostfile), "--env", "MY_NAME"]
-    options = ["--run-dir", str(run_dir), "--steps", str(STEPS), "--stall-timeout", str(STALL_S)]
+    options = ["--run-dir", str(run_dir), "--log-every", "20", "--steps", str(STEPS), "--stall-timeout", str(STALL_S)]
     options += ["--global-batch-size", str(GLOBAL_BATCH)]
     with Laboratory(2) as lab:
         variables = ["MY_NAME=x", "HVDTRAIN_ELASTIC_TOKEN=hunter2", "HVDTRAIN_TEST_STEP_S=0.05"]

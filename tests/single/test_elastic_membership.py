@@ -342,6 +342,23 @@ def test_a_silent_member_is_removed(jobs):
     assert any("no heartbeat for 5 s" in line for line in job.said)
 
 
+def test_who_has_waited_for_a_silent_member_has_time_to_hold(jobs):
+    now = [0.0]
+    job = jobs(1, 2, clock=lambda: now[0])
+    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
+    first.receive("begin")
+    second.receive("begin")
+    now[0] = 4.0
+    first.send(kind="heartbeat", heartbeats=0, step=1)  # Alive, but it waits for the other one.
+    wait_until(lambda: any(peer.received_at == 4.0 for peer in job.coordinator._peers))
+    now[0] = 6.0
+    assert first.receive("cut")["generation"] == 1
+    time.sleep(0.1)
+    assert job.coordinator.exit_code is None
+    first.send(kind="hold", generation=1)
+    assert first.receive("begin")["number"] == 2
+
+
 def test_the_member_that_the_others_wait_for_is_removed(jobs):
     now = [0.0]
     job = jobs(1, 2, clock=lambda: now[0])

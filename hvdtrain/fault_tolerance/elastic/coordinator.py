@@ -244,6 +244,7 @@ class Coordinator:
     def _interrupt(self) -> None:
         """Ends the current generation at once: its reductions, or its rendezvous, cannot complete."""
         self._vote = None
+        self._progress_at = self._clock()  # The others could not make any, and now have to hold.
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
