@@ -15,7 +15,11 @@ from hvdtrain.system.remote_process import start_remote
 _FINAL_CODES = tuple(
     error.exit_code for error in (UsageError, DataError, DivergenceError, DisagreementError, StoppedEarly)
 )
+# Of a shell whose command was ended by a signal, and of ssh.
+_FIRST_SIGNAL, _UNREACHABLE = 128, 255
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+_LONG_RUN_S = 300.0
+"""A process that has lived for so long is started again after the first pause."""
 _READ_S = 2.0
 _START_TIMEOUT_S = 30.0
 
@@ -88,7 +92,8 @@ class Worker:
         self._command = list(command)
         self._env = dict(env)
         self._pause_s = _FIRST_PAUSE_S
-        self._start_at = 0.0
+        self._start_at = self._started_at = 0.0
+        self.num_restarts = 0
         self.is_last = False
         """Whether it is not started again."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -100,6 +105,7 @@ class Worker:
     def start_if_due(self, now: float) -> None:
         if self._process is not None or now < self._start_at:
             return
+        self._started_at = now
         if self.host is not None:
             self._process = start_remote(self.host, self._command, self._env)
         else:
@@ -115,6 +121,9 @@ class Worker:
     def restart_later(self, now: float) -> float:
         """Returns the pause before the next start, twice as long each time."""
         self._process = None
+        self.num_restarts += 1
+        if now - self._started_at > _LONG_RUN_S:
+            self._pause_s = _FIRST_PAUSE_S
         pause_s = self._pause_s
         self._start_at = now + pause_s
         self._pause_s = min(2 * pause_s, _MAX_PAUSE_S)
@@ -189,7 +198,7 @@ class Workers:
 
         Args:
             has_trained: whether the job has had a generation. Before, a worker that fails is not started again: what
-                it fails of is likely to be the same in its next start.
+                it fails of is likely to be the same in its next start. One that is killed is, three times.
 
         Returns:
             The exit code of the job if a worker's failure decides it.
@@ -200,7 +209,7 @@ class Workers:
             code = worker.exit_code()
             if code is None:
                 continue
-            if code != 0 and not has_trained:
+            if not has_trained and (0 < code < _FIRST_SIGNAL or code == _UNREACHABLE or worker.num_restarts >= 3):
                 return code if code > 0 else 1
             if code == 0 or code in _FINAL_CODES or worker.is_last:
                 self._workers.remove(worker)

@@ -95,10 +95,8 @@ def run_on_ranks(
         job_watch.close(ends_process=True)
     except Exception as error:
         if isinstance(job_watch, ElasticWatch) and is_secondary(error) and job_watch.coordinator.wait_for_cut():
-            error = HvdtrainError(
-                "processes must not be lost before the first step, nor after the last. Received: a loss. Start the job "
-                "again; it resumes from its last checkpoint."
-            )
+            # Before the first step or after the last, where ranks cannot change.
+            job_watch.coordinator.restart_all()
         note_exit_code(exit_code_of(error))
         end_job(error, collectives, step(), job_watch)
     except SystemExit as end:

@@ -1,7 +1,11 @@
-"""Other processes on this host."""
+"""Processes on this host: others, and this one's start."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -37,3 +41,16 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def start_again() -> NoReturn:
+    """Replaces this process by one with the same command line, environment and process ID; from any thread."""
+    for name in os.listdir("/proc/self/fd"):
+        # Some libraries' files would stay open. They are not closed here: other threads still use them.
+        with contextlib.suppress(OSError):
+            if int(name) > 2:
+                os.set_inheritable(int(name), False)
+    # Not os.environ: this process has added to it.
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    env = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], env)

@@ -3,7 +3,7 @@
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
 ``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once; while its
 rank has not joined yet, the steps before it are slow. With ``connect`` and ``settle`` instead, the first number is how
-often this process has connected to other ranks, or settled with them.
+often this process has connected to other ranks, or settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 """
 
@@ -96,6 +96,9 @@ class Observer(keras.callbacks.Callback):
         wait_for_ranks(int(self.model.optimizer.iterations) + 1)
         events_at(int(self.model.optimizer.iterations) + 1, "before")
 
+    def on_train_end(self, logs=None):
+        events_at(1, "end")
+
     def on_train_batch_end(self, batch, logs=None):
         folder = os.environ.get("HVDTRAIN_TEST_TIMES")
         if folder:
@@ -105,6 +108,7 @@ class Observer(keras.callbacks.Callback):
 
 
 def model(data: hvdtrain.data.Data) -> keras.Model:
+    events_at(1, "build")
     made = keras.Sequential(
         [
             layers.Input((8, 8, 1)),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from elastic_runs import TRAIN, assert_equal_runs, summary, train_alone
+from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, summary, train_alone
 from launcher import ROOT, Finished, Job
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def one_process(tmp_path_factory) -> Path:
 class ElasticJob(Job):
     """A job of up to three ranks, with what happens in it."""
 
-    def __init__(self, members: str, folder: Path, events, *options: str, elastic=()):
+    def __init__(self, members: str, folder: Path, events, *options: str, elastic=(), steps: int = STEPS):
         folder.mkdir(exist_ok=True)
         (folder / "events.json").write_text(json.dumps(events))
         self.folder = folder
@@ -34,7 +34,13 @@ class ElasticJob(Job):
         os.environ["HVDTRAIN_TEST_STEP_S"] = "0.01"
         try:
             command = [sys.executable, "-m", "hvdtrain", "elastic", members, *elastic]
-            train = [*TRAIN, "--run-dir", str(folder / "run"), "--steps", str(STEPS), *options]
+            train = [*TRAIN, "--run-dir", str(folder / "run"), "--steps", str(steps), *options]
+                *TRAIN,
+                "--run-dir",
+                str(folder / "run"),
+                *(["--steps", str(STEPS)] if "--steps" not in options else []),
+                *options,
+            ]
             super().__init__([*command, *train], ranks=0, launcher="")
         finally:
             del os.environ["HVDTRAIN_TEST_EVENTS"], os.environ["HVDTRAIN_TEST_STEP_S"]
@@ -91,6 +97,16 @@ def test_ranks_that_are_lost_while_the_others_connect_and_settle(one_process, tm
     assert ended.output.count("hvdtrain elastic: lost rank") == 3
     assert "terminate called" not in ended.output
     assert_equal_runs(tmp_path / "run", one_process)
+
+
+def test_ranks_that_are_lost_before_the_first_step_and_after_the_last(tmp_path):
+    events = [[1, 1, "SIGKILL", "build"], [1, 0, "SIGKILL", "end"]]
+    job = ElasticJob("2:2", tmp_path, events, "--batch-size", str(GLOBAL_BATCH // 2), steps=60)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 2
+    assert ended.output.count("before the first step or after the last: all start again") == 2
+    assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60))
 
 
 @pytest.mark.long

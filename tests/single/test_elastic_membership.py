@@ -302,6 +302,28 @@ def test_the_error_of_one_rank_ends_all(jobs):
     assert job.coordinator.exit_code == 70
 
 
+def test_a_loss_where_ranks_cannot_change_starts_all_again(jobs):
+    job = jobs(1, 2)
+    for _ in range(3):
+        first, second = Member(job), Member(job)
+        first.receive("begin")
+        second.receive("begin")
+        second.die()
+        first.receive("cut")
+        first.send(kind="restart")
+        first.receive("restart")
+        first.die()
+    assert job.coordinator.exit_code is None
+    first, second = Member(job), Member(job)
+    first.receive("begin")
+    second.receive("begin")
+    second.die()
+    first.receive("cut")
+    first.send(kind="restart")
+    assert first.receive("end")["code"] == 1
+    assert job.said[-1] == "a member was lost before the first step or after the last 4 times."
+
+
 def test_strangers_are_disconnected_and_change_nothing(jobs):
     job = jobs(1, 2)
     members = started(job, 2)

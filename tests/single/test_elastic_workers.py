@@ -127,6 +127,10 @@ def test_a_worker_that_dies_is_started_again_after_growing_pauses(made):
 def test_a_worker_that_fails_before_training_ends_the_job(made):
     workers, found, _, _ = made
     workers.start_and_reap(0.0, has_trained=False)
+    found[0].end(-9)
+    assert workers.start_and_reap(1.0, has_trained=False) is None
+    workers.start_and_reap(2.0, has_trained=False)
+    assert found[0].is_running
     found[0].end(65)
     assert workers.start_and_reap(1.0, has_trained=False) == 65
     assert workers.start_and_reap(1.0, has_trained=True) is None

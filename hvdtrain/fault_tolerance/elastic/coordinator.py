@@ -1,7 +1,6 @@
 """The coordinator of an elastic job: connects its processes, notices losses, and begins generations."""
 
 import contextlib
-import hmac
 import selectors
 import socket
 import time
@@ -12,6 +11,7 @@ from hvdtrain.distributed.rendezvous import Rendezvous
 from hvdtrain.errors import DisagreementError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.channel import Connection, Message
 from hvdtrain.fault_tolerance.elastic.generation import Generation
+from hvdtrain.fault_tolerance.elastic.hello import Hello, differences
 from hvdtrain.fault_tolerance.elastic.membership import Member, Membership
 from hvdtrain.fault_tolerance.elastic.peer import Peer
 from hvdtrain.fault_tolerance.stop_consensus import StopVote
@@ -20,7 +20,7 @@ HEARTBEAT_S = 1.0
 _HELLO_S = 5.0
 _START_S = 120.0
 """How long the first generation waits for all processes, if there are at least the minimum."""
-_MAX_DIFFERENCES = 5
+_MAX_RESTARTS = 3
 
 
 class Coordinator:
@@ -74,6 +74,7 @@ class Coordinator:
         self._stop_reason: str | None = None
         self._waits_since: float | None = None
         self._heartbeat_at = clock()
+        self._num_restarts = 0
         self._progress_at = clock()
         self.exit_code: int | None = None
         """The exit code of the job, once it is decided."""
@@ -151,39 +152,25 @@ class Coordinator:
                 return
 
     def _greet(self, peer: Peer, message: Message) -> None:
-        try:
-            valid = hmac.compare_digest(str(message["token"]).encode(errors="replace"), self._token.encode())
-            host, pid, facts = str(message["host"]), int(message["pid"]), dict(message["facts"])
-            peer.stall_timeout_s = float(message["stall_timeout_s"])
-            peer.worker = None if message["worker"] is None else int(message["worker"])
-        except (KeyError, TypeError, ValueError):
-            valid = False
-        if not valid or message.get("kind") != "hello":
+        hello = Hello.from_message(message, self._token)
+        if hello is None:
             self._disconnect(peer)
-            return
-        if self._facts is not None and (differences := _differences(self._facts, facts)):
-            self._say(f"refused process {pid} (host {host}): {differences}")
+        elif self._facts is not None and (found := differences(self._facts, hello.facts)):
+            self._say(f"refused process {hello.pid} (host {hello.host}): {found}")
             text = (
-                "a process that joins must have the options and versions of the job. Received: "
-                f"{differences}. Start it with the same command and code."
+                f"a process that joins must have the options and versions of the job. Received: {found}. Start it with "
+                "the same command and code."
             )
             peer.connection.send({"kind": "refused", "code": DisagreementError.exit_code, "text": text})
             self._disconnect(peer)
-            return
-        if self.exit_code is not None:
+        elif self.exit_code is not None:
             peer.connection.send({"kind": "end", "code": self.exit_code})
             self._disconnect(peer)
-            return
-        self._facts = self._facts or facts
-        peer.member, peer.pid = self._membership.join(host), pid
-        peer.connection.send(
-            {
-                "kind": "welcome",
-                "member": peer.member.number,
-                "must_warm_up": not peer.member.is_ready,
-                "start_size": self._start_size,
-            }
-        )
+        else:
+            self._facts = self._facts or hello.facts
+            peer.member, peer.hello = self._membership.join(hello.host), hello
+            welcome = {"member": peer.member.number, "must_warm_up": not peer.member.is_ready}
+            peer.connection.send({"kind": "welcome", **welcome, "start_size": self._start_size})
 
     def _handle(self, peer: Peer, member: Member, message: Message, now: float) -> None:
         match message:
@@ -207,6 +194,8 @@ class Coordinator:
                 self._leave(peer, member, reason)
             case {"kind": "stop", "reason": str(reason)}:
                 self.stop(reason)
+            case {"kind": "restart"}:
+                self._restart_all(peer)
             case {"kind": "bye"}:
                 peer.has_finished = True
                 if self.exit_code is None and member.trains:
@@ -249,8 +238,28 @@ class Coordinator:
             self._rendezvous.close()
             self._rendezvous = None
         for peer in self._peers:
-            if peer.member is not None and peer.member.trains:
+            if peer.trains:
                 peer.connection.send({"kind": "cut", "generation": self._membership.generation})
+
+    def _restart_all(self, peer: Peer) -> None:
+        """Starts all members again: a loss before the first step or after the last, where ranks cannot change."""
+        if self.exit_code is not None:
+            peer.connection.send({"kind": "end", "code": self.exit_code})
+            return
+        if self._membership.generation == 0:
+            return
+        self._num_restarts += 1
+        if self._num_restarts > _MAX_RESTARTS:
+            self._say(f"a member was lost before the first step or after the last {self._num_restarts} times.")
+            self._end(1)
+            return
+        self._say("a member was lost before the first step or after the last: all start again")
+        for each in self._peers:
+            if each.member is not None:
+                each.connection.send({"kind": "restart"})
+                each.member = None
+        self._membership = Membership(self._membership.minimum, self._membership.maximum)
+        self._interrupt()
 
     def _check_timeouts(self, now: float) -> None:
         for peer in list(self._peers):
@@ -263,7 +272,7 @@ class Coordinator:
 
     def _check_progress(self, now: float) -> None:
         """Removes the members that the others wait for if no member makes progress."""
-        peers = [peer for peer in self._peers if peer.member is not None and peer.member.trains]
+        peers = [peer for peer in self._peers if peer.trains]
         timeout_s = max((peer.stall_timeout_s for peer in peers), default=0.0)
         if not timeout_s or now - self._progress_at <= timeout_s or self._membership.all_hold:
             return
@@ -350,7 +359,7 @@ class Coordinator:
 
     def _send_training(self, message: Message) -> None:
         for peer in self._peers:
-            if peer.member is not None and peer.member.trains:
+            if peer.trains:
                 peer.connection.send(message)
 
     # The end.
@@ -372,8 +381,7 @@ class Coordinator:
     def _dismiss(self, peer: Peer) -> None:
         peer.has_finished = True
         # One that trains disconnects from the others together with them.
-        trains = peer.member is not None and peer.member.trains
-        peer.connection.send({"kind": "dismissed"} if trains else {"kind": "end", "code": 0})
+        peer.connection.send({"kind": "dismissed"} if peer.trains else {"kind": "end", "code": 0})
         if peer.member is not None:
             self._membership.members.pop(peer.member.number, None)
 
@@ -389,10 +397,3 @@ class Coordinator:
         for peer in self._peers:
             if peer.member is not None:
                 peer.connection.send({"kind": "heartbeat"})
-
-
-def _differences(expected: Mapping[str, Any], received: Mapping[str, Any]) -> str:
-    names = [name for name in sorted({*expected, *received}) if expected.get(name) != received.get(name)]
-    shown = [f"{name}: {received.get(name, 'missing')!r}, not {expected.get(name, 'missing')!r}" for name in names]
-    more = f"; and {len(shown) - _MAX_DIFFERENCES} more" if len(shown) > _MAX_DIFFERENCES else ""
-    return "; ".join(shown[:_MAX_DIFFERENCES]) + more

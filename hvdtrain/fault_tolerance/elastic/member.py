@@ -17,12 +17,13 @@ from hvdtrain.errors import DisagreementError, HvdtrainError, StoppedEarly, Usag
 from hvdtrain.fault_tolerance.channel import Connection, Message
 from hvdtrain.fault_tolerance.elastic.coordinator import HEARTBEAT_S
 from hvdtrain.fault_tolerance.elastic.generation import Generation
+from hvdtrain.fault_tolerance.elastic.hello import Hello
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.monitor_thread import EXIT_ACTIONS_S
 from hvdtrain.fault_tolerance.signals import StopSignals, names_in
 from hvdtrain.fault_tolerance.stall_detection import Position
 from hvdtrain.fault_tolerance.stop_consensus import StopPoint
-from hvdtrain.system import environment, network
+from hvdtrain.system import environment, network, processes
 from hvdtrain.system.background import run_with_timeout
 from hvdtrain.system.terminal import write
 
@@ -69,17 +70,8 @@ class CoordinatorLink(threading.Thread):
         self._exit_actions = exit_actions
         self._stall_timeout_s = stall_timeout_s
         self._connection = _connect(endpoint)
-        self._connection.send(
-            {
-                "kind": "hello",
-                "token": token,
-                "host": network.host_name(),
-                "pid": os.getpid(),
-                "worker": environment.elastic_worker(),
-                "facts": dict(facts),
-                "stall_timeout_s": stall_timeout_s,
-            }
-        )
+        hello = Hello(network.host_name(), os.getpid(), environment.elastic_worker(), dict(facts), stall_timeout_s)
+        self._connection.send(hello.message(token))
         welcome, *self._early = _first_messages(self._connection, endpoint)
         if welcome["kind"] == "refused":
             raise DisagreementError(welcome["text"])
@@ -96,7 +88,7 @@ class CoordinatorLink(threading.Thread):
         self._is_cut = False
         self._is_dismissed = False
         self._stops = False
-        self._cut: Callable[[], None] = lambda: None
+        self._cut: Callable[[], None] | None = None
         self._signals = StopSignals()
         self._signalled_at: float | None = None
         self._received_at = self._heartbeat_at = time.monotonic()
@@ -117,11 +109,17 @@ class CoordinatorLink(threading.Thread):
         self.start()
 
     def cut_with(self, cut: Callable[[], None]) -> None:
-        """Sets what makes the reductions of this process fail at once."""
+        """Sets what makes the reductions of this process fail at once. From now on, ranks may change."""
         with self._changed:
             self._cut = cut
             if self._is_cut:
                 cut()
+
+    def restart_all(self) -> NoReturn:
+        """Starts all members again: they resume from the last checkpoint."""
+        self._send({"kind": "restart"})
+        while True:  # Until this process is replaced, or ended.
+            time.sleep(1.0)
 
     @property
     def must_hold(self) -> bool:
@@ -245,6 +243,8 @@ class CoordinatorLink(threading.Thread):
                     self._changed.notify_all()
             case {"kind": "end", "code": int(code)}:
                 self._end(code)
+            case {"kind": "restart"}:
+                processes.start_again()
 
     def _interrupt(self, number: int) -> None:
         with self._changed:
@@ -253,7 +253,10 @@ class CoordinatorLink(threading.Thread):
                 self._is_cut = True
                 self._stops = False
                 self._stop_point.decide(0)  # The main thread must not wait for an agreement.
-                self._cut()
+                if self._cut is None:
+                    self._connection.send({"kind": "restart"})
+                else:
+                    self._cut()
                 self._changed.notify_all()
 
     def _begin(self, generation: Generation) -> None:

@@ -1,0 +1,201 @@
+"""Random events in an elastic job: nothing hangs, no sample is lost or used twice, and nothing is left behind.
+
+    launch/run python benchmarks/elastic_soak.py --events 60 --seed 1
+    launch/run python benchmarks/elastic_soak.py --events 20 --seed 2 --kinds kill join
+
+Trains a small network in double precision with two to four processes and makes events happen at random times to random
+ones: SIGKILL, SIGSTOP past the stall timeout, SIGTERM, which makes a process leave, and a new process with ``--join``.
+With ``--lab`` (root needed) the job has two hosts of launch/lab, and the link between them is cut as well. Then
+compares the run with one process and prints the difference of the weights, and the descriptors and memory of the
+oldest process at each change of members. One process is left alone, so that there is an oldest one. Exits with 1 if
+a rule is broken.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "parallel"), str(ROOT / "launch" / "lab")]
+
+from elastic_runs import GLOBAL_BATCH, TRAIN, summary, train_alone, weights
+from laboratory import Laboratory
+
+STALL_S = 5.0
+MOST = 4
+KINDS = ("kill", "stop", "leave", "join", "cut")
+
+
+class Usage(NamedTuple):
+    """What the oldest process holds."""
+
+    changes: int
+    descriptors: int
+    memory_mib: float
+
+
+class Soak:
+    """A job with random events.
+
+    Args:
+        folder: for the run and the output of the job.
+        lab: where its processes run; None: on this host.
+    """
+
+    def __init__(self, folder: Path, steps: int, seed: int, lab: Laboratory | None):
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self._lab = lab
+        self._random = random.Random(seed)
+        self._log = (folder / "output.txt").open("w")
+        self._train = [*TRAIN, "--run-dir", str(self.run_dir), "--steps", str(steps), "--log-every", "100"]
+        self._train += ["--stall-timeout", str(STALL_S), "--global-batch-size", str(GLOBAL_BATCH)]
+        self._train += ["--checkpoint-every", "500"]
+        where = ["--hosts", "lab1:2,lab2:1"] if lab else ["--np", "3"]
+        elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{MOST}", *where]
+        self._env = {**os.environ, "HVDTRAIN_TEST_STEP_S": "0.03", "HVDTRAIN_ELASTIC_TOKEN": "soak"}
+        self.job = self._start([*elastic, *self._train])
+        self._joined: list[subprocess.Popen[bytes]] = []
+        self.happened: dict[str, int] = {}
+        self.usage: list[Usage] = []
+
+    def _start(self, line: list[str]) -> "subprocess.Popen[bytes]":
+        line = self._lab.command("lab1", line) if self._lab else line
+        return subprocess.Popen(line, env=self._env, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output.txt").read_text()
+
+    def members(self) -> list[psutil.Process]:
+        """The training processes, oldest first."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "create_time", "status"]):
+            line = process.info["cmdline"] or [""]
+            trains = "python" in line[0] and str(self.run_dir) in line and "elastic" not in line
+            if trains and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return sorted(found, key=lambda process: process.info["create_time"])
+
+    def _changes(self) -> int:
+        return self.output.count("hvdtrain elastic: generation")
+
+    def _settle(self) -> bool:
+        """Waits until the job trains with all its processes; False if it has ended."""
+        until_s = time.monotonic() + 90
+        while self.job.poll() is None:
+            lines = [line for line in self.output.splitlines() if line.startswith("hvdtrain elastic: generation")]
+            ranks = int(lines[-1].split(": ")[2].split()[0]) if lines else 0
+            if ranks >= 2 and ranks == len(self.members()):
+                return True
+            if time.monotonic() > until_s:
+                if ranks >= 1 and lines:
+                    return True
+                raise SystemExit(f"the job does not train: {self.output[-3000:]}")
+            time.sleep(0.2)
+        return False
+
+    def event(self, kinds: tuple[str, ...]) -> bool:
+        """Makes one event happen; False if the job has ended."""
+        if not self._settle():
+            return False
+        time.sleep(self._random.uniform(0.0, 1.5))
+        members = self.members()
+        oldest = members[0]
+        with contextlib.suppress(psutil.Error):
+            self.usage.append(Usage(self._changes(), oldest.num_fds(), oldest.memory_info().rss / 2**20))
+        kind = self._random.choice(kinds)
+        if len(members) < 2:
+            kind = "join"
+        elif kind in ("join",) and len(members) >= MOST:
+            kind = "leave" if "leave" in kinds else "kill"
+        self.happened[kind] = self.happened.get(kind, 0) + 1
+        before = self._changes()
+        if kind == "join":
+            port = self.output.partition("join at ")[2].split()[0]
+            self._joined.append(self._start([*self._train, "--join", port]))
+        elif kind == "cut":
+            assert self._lab
+            self._lab.cut("lab2")
+            time.sleep(STALL_S + 3)
+            self._lab.restore("lab2")
+        else:
+            number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._random.choice(members[1:]).send_signal(number)
+        until_s = time.monotonic() + 60
+        while self._changes() == before and self.job.poll() is None:
+            if time.monotonic() > until_s:
+                raise SystemExit(f"nothing happened after {kind}: {self.output[-3000:]}")
+            time.sleep(0.05)
+        return self.job.poll() is None
+
+    def end(self) -> int:
+        code = self.job.wait(1200)
+        for process in self._joined:
+            process.wait(60)
+        return code
+
+    def kill(self) -> None:
+        for process in [self.job, *self._joined]:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.members():
+            process.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["kill", "stop", "leave", "join"])
+    parser.add_argument("--steps", type=int, help="default: 150 for each event")
+    parser.add_argument("--lab", action="store_true", help="on two hosts of launch/lab")
+    arguments = parser.parse_args()
+    steps = arguments.steps or 150 * arguments.events
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Laboratory(2)) if arguments.lab else None
+        soak = Soak(Path(name), steps, arguments.seed, lab)
+        try:
+            kinds = (*arguments.kinds, *(["cut"] if lab else []))
+            num = 0
+            while num < arguments.events and soak.event(kinds):
+                num += 1
+            code = soak.end()
+            left = soak.members()
+            found, one = summary(soak.run_dir), train_alone(Path(name, "one"), steps)
+        except BaseException:
+            print(soak.output[-4000:])
+            raise
+        finally:
+            soak.kill()
+        expected = weights(one)
+        ours = weights(soak.run_dir)
+        difference = max(np.abs(ours[key] - b).max() / np.abs(b).max() for key, b in expected.items())
+        first, last = soak.usage[0], soak.usage[-1]
+        print(json.dumps({"events": num, **soak.happened, "generations": soak._changes(), "exit_code": code}))
+        print(f"largest relative difference from one process: {difference:.1e}")
+        print(f"samples: {found['samples']}, one process {summary(one)['samples']}")
+        print(f"oldest process: {first} … {last}, most {max(u.descriptors for u in soak.usage)} descriptors")
+        print(f"processes left: {len(left)}")
+        wrong = code != 0 or difference > 1e-10 or found["samples"] != summary(one)["samples"] or left
+        wrong = wrong or num < arguments.events or "terminate called" in soak.output
+        if wrong:
+            print(soak.output[-6000:])
+        raise SystemExit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
