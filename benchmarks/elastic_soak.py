@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT / "tests" / "parallel"), str(ROOT / "launch" / "lab")]
 from elastic_runs import GLOBAL_BATCH, TRAIN, summary, train_alone, weights
 from laboratory import Laboratory
 
-STALL_S = 5.0
+STALL_S = 15.0
 MOST = 4
 KINDS = ("kill", "stop", "leave", "join", "cut")
 

@@ -35,12 +35,6 @@ class ElasticJob(Job):
         try:
             command = [sys.executable, "-m", "hvdtrain", "elastic", members, *elastic]
             train = [*TRAIN, "--run-dir", str(folder / "run"), "--steps", str(steps), *options]
-                *TRAIN,
-                "--run-dir",
-                str(folder / "run"),
-                *(["--steps", str(STEPS)] if "--steps" not in options else []),
-                *options,
-            ]
             super().__init__([*command, *train], ranks=0, launcher="")
         finally:
             del os.environ["HVDTRAIN_TEST_EVENTS"], os.environ["HVDTRAIN_TEST_STEP_S"]
