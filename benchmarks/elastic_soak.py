@@ -161,10 +161,10 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["kill", "stop", "leave", "join"])
-    parser.add_argument("--steps", type=int, help="default: 150 for each event")
+    parser.add_argument("--steps", type=int, help="default: 400 for each event")
     parser.add_argument("--lab", action="store_true", help="on two hosts of launch/lab")
     arguments = parser.parse_args()
-    steps = arguments.steps or 150 * arguments.events
+    steps = arguments.steps or 400 * arguments.events
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         lab = stack.enter_context(Laboratory(2)) if arguments.lab else None
         soak = Soak(Path(name), steps, arguments.seed, lab)
@@ -175,7 +175,7 @@ def main() -> None:
                 num += 1
             code = soak.end()
             left = soak.members()
-            found, one = summary(soak.run_dir), train_alone(Path(name, "one"), steps)
+            found, one = summary(soak.run_dir), train_alone(Path(name, "one"), steps, timeout_s=1200)
         except BaseException:
             print(soak.output[-4000:])
             raise

@@ -16,10 +16,10 @@ TRAIN = [sys.executable, "-m", "hvdtrain", "--task", str(TESTS / "elastic_task.p
 GLOBAL_BATCH = 48
 
 
-def train_alone(run_dir: Path, steps: int, batch_size: int = GLOBAL_BATCH) -> Path:
+def train_alone(run_dir: Path, steps: int, batch_size: int = GLOBAL_BATCH, timeout_s: float = 120) -> Path:
     """Trains, or completes a run, on one process; returns the run directory."""
     line = [*TRAIN, "--batch-size", str(batch_size), "--steps", str(steps), "--run-dir", str(run_dir)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr
     return run_dir
 
