@@ -44,6 +44,11 @@ class ConsoleReporter(Reporter):
             self._print_held()
         self._event(step, f"evaluation: {values_text(values)}")
 
+    def members_changed(self, step: int, values: Mapping[str, float]) -> None:
+        self._event(
+            step, f"{int(values['ranks'])} rank(s) from now on, after a pause of {values['pause_seconds']:.2g} s"
+        )
+
     def warned(self, step: int, text: str) -> None:
         self._event(step, f"warning: {text}")
 

@@ -48,6 +48,9 @@ class JsonLinesReporter(Reporter):
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         self._append("eval", {**self._place(step), **values})
 
+    def members_changed(self, step: int, values: Mapping[str, float]) -> None:
+        self._append("members", {**self._place(step), **values})
+
     def warned(self, step: int, text: str) -> None:
         self._append("warning", {"step": step, "text": text})
 

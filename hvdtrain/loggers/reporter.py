@@ -56,6 +56,9 @@ class Reporter:
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         """Called after each evaluation."""
 
+    def members_changed(self, step: int, values: Mapping[str, float]) -> None:
+        """Called when others train together from now on, in an elastic job: ``ranks`` and ``pause_seconds``."""
+
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Called with the values of ``weights`` and ``gradients`` by variable path, and of ``activations`` by layer."""
 
@@ -103,6 +106,9 @@ class CompositeReporter(Reporter):
 
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         self._forward("evaluated", step, values)
+
+    def members_changed(self, step: int, values: Mapping[str, float]) -> None:
+        self._forward("members_changed", step, values)
 
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         self._forward("histograms", step, groups)

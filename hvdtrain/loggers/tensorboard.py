@@ -54,6 +54,9 @@ class TensorBoardReporter(Reporter):
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         self._write_scalars("eval", step, values)
 
+    def members_changed(self, step: int, values: Mapping[str, float]) -> None:
+        self._write_scalars("members", step, values)
+
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         with self._writer("train").as_default(step):
             for group, arrays in groups.items():

@@ -43,6 +43,9 @@ class TrackingReporter(Reporter, abc.ABC):
     def evaluated(self, step: int, values: Mapping[str, float]) -> None:
         self._send("eval", step, values)
 
+    def members_changed(self, step: int, values: Mapping[str, float]) -> None:
+        self._send("members", step, values)
+
     def finished(self, summary: Mapping[str, Any]) -> None:
         self._end(summary)
 

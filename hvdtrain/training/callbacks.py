@@ -67,6 +67,12 @@ class RankCallbacks:
                 self._list.append(callback)
                 callback.on_train_begin()
 
+    def members_changed(self, rank: int, size: int) -> None:
+        """Calls ``on_membership_changed(rank, size)`` of those that have such a method."""
+        for callback in self._list.callbacks:
+            if hasattr(callback, "on_membership_changed"):
+                callback.on_membership_changed(rank, size)
+
     @property
     def names(self) -> list[str]:
         """The class names, for comparison over ranks."""

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -84,7 +84,7 @@ class ElasticMembers:
     """The members of an elastic job, which change while it trains.
 
     Args:
-        on_change: called when other ranks train together from now on.
+        on_change: called when other ranks train together from now on, with their number and the seconds that passed.
         on_leave: called before this process, which leaves the job, ends.
     """
 
@@ -94,7 +94,7 @@ class ElasticMembers:
         state: RunState,
         watch: ElasticWatch,
         *,
-        on_change: Callable[[], None],
+        on_change: Callable[[Mapping[str, float]], None],
         on_leave: Callable[[], None],
     ):
         if not isinstance(runner.collectives, ElasticCollectives):
@@ -109,8 +109,8 @@ class ElasticMembers:
         self._on_leave = on_leave
         self.is_newcomer = self._coordinator.must_warm_up
         self._has_state = not self._coordinator.must_warm_up
-        self._num_changes = 0
-        self._seconds_lost = 0.0
+        self._history: list[dict[str, float]] = []
+        """The changes since the job began: those that this process has not seen are another rank's."""
 
     def prepare(self) -> None:
         """A newcomer compiles its step alone, by making one; then it joins the others."""
@@ -137,7 +137,9 @@ class ElasticMembers:
     def rejoin(self) -> None:
         start_s = time.monotonic()
         self._rejoin()
-        self._seconds_lost += time.monotonic() - start_s
+        change = {"ranks": self._collectives.size, "pause_seconds": time.monotonic() - start_s}
+        self._history.append({"step": self._runner.progress.step, **change})
+        self._on_change(change)
 
     def _rejoin(self) -> None:
         for attempt in itertools.count(1):
@@ -172,7 +174,8 @@ class ElasticMembers:
                 "the state of the run was lost with the ranks that had it. Restart the job to resume it."
             )
         is_source = collectives.rank == source
-        state = collectives.allgather(self._state.common() if is_source else None)[source]
+        own_state = (self._state.common(), self._history) if is_source else None
+        state, self._history = collectives.allgather(own_state)[source]
         if any(place[:2] != places[source][:2] for place in places):
             # Until all of it has arrived, this rank's state is neither the old one nor the new one.
             self._has_state = is_source
@@ -185,15 +188,14 @@ class ElasticMembers:
         self.is_newcomer, self._has_state = False, True
         end_checks()
         runner.restart_with(sample_plan(runner.source, runner.config, collectives))
-        self._num_changes += 1
-        self._on_change()
 
     def _shared_variables(self) -> list[Any]:
         model = self._runner.model
         return [*model.weights, *optimizer_variables(model)]
 
     def summary(self) -> dict[str, Any]:
-        return {"membership_changes": self._num_changes, "membership_seconds": self._seconds_lost}
+        pause_seconds = sum(change["pause_seconds"] for change in self._history)
+        return {"membership_changes": self._history, "membership_seconds": pause_seconds}
 
 
 def make_members(
@@ -201,7 +203,7 @@ def make_members(
     state: RunState,
     watch: JobWatch,
     *,
-    on_change: Callable[[], None],
+    on_change: Callable[[Mapping[str, float]], None],
     on_leave: Callable[[], None],
 ) -> Members:
     """The members of the job that this process belongs to; see :class:`ElasticMembers`."""

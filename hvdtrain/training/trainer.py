@@ -1,7 +1,7 @@
 """The training loop: owns the order of operations and delegates the work."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -228,11 +228,13 @@ class Trainer:
                     raise
             self._members.rejoin()
 
-    def _members_changed(self) -> None:
+    def _members_changed(self, change: Mapping[str, float]) -> None:
         self._callbacks.rank_changed()
         if self._checkpointer is not None and self._collectives.rank == 0:
             self._checkpointer.take_over()
         self._on_rank_changed()
+        self._callbacks.members_changed(self._collectives.rank, self._collectives.size)
+        self._reporter.members_changed(self._progress.step, change)
 
     def _leave(self) -> None:
         if self._checkpointer is not None:

@@ -96,6 +96,12 @@ class Observer(keras.callbacks.Callback):
         wait_for_ranks(int(self.model.optimizer.iterations) + 1)
         events_at(int(self.model.optimizer.iterations) + 1, "before")
 
+    def on_membership_changed(self, rank, size):
+        path = os.environ.get("HVDTRAIN_TEST_EVENTS")
+        if path:
+            with Path(path).with_name("changes.txt").open("a") as file:
+                file.write(f"{size}\n")
+
     def on_train_end(self, logs=None):
         events_at(1, "end")
 

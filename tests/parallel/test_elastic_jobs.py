@@ -72,7 +72,14 @@ def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_
     assert set(logged) == set(range(10, STEPS + 1, 10))
     assert lines[-1]["event"] == "end"
     found = summary(tmp_path / "run")
-    assert found["membership_changes"] >= 3
+    changes = found["membership_changes"]
+    assert changes[0]["ranks"] == 2
+    assert [change["step"] for change in changes] == sorted(change["step"] for change in changes)
+    assert sum(change["pause_seconds"] for change in changes) == pytest.approx(found["membership_seconds"])
+    logged = [line for line in lines if line["event"] == "members"]
+    assert [(line["step"], line["ranks"]) for line in logged] == [(each["step"], each["ranks"]) for each in changes]
+    seen = (tmp_path / "changes.txt").read_text().split()
+    assert {int(size) for size in seen} == {each["ranks"] for each in changes}
     assert 0 < found["membership_seconds"] < found["wall_seconds"]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert checkpoints[-1] == f"step-{STEPS:08d}"

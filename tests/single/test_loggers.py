@@ -201,7 +201,7 @@ def test_elapsed_seconds_continue_at_the_last_line_before_the_checkpoint(tmp_pat
 
 EVENTS = [
     *("started", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished"),
-    *("profile_begins", "profile_ends", "already_complete", "close"),
+    *("members_changed", "profile_begins", "profile_ends", "already_complete", "close"),
 ]
 
 
@@ -228,6 +228,7 @@ def test_composite_forwards_every_event():
         ("progressed", 10, VALUES),
         ("evaluated", 16, {"loss": 0.5}),
         ("histograms", 16, {"weights": {"kernel": 1}}),
+        ("members_changed", 16, {"ranks": 2, "pause_seconds": 0.4}),
         ("warned", 17, "a step was skipped"),
         ("finished", SUMMARY),
         ("already_complete", 20, Path("run")),
