@@ -133,13 +133,16 @@ class Soak:
             self._lab.restore("lab2")
         else:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
+            victim = self._random.choice(members[1:])
             with contextlib.suppress(psutil.NoSuchProcess):
-                self._random.choice(members[1:]).send_signal(number)
+                victim.send_signal(number)
         until_s = time.monotonic() + 60
         while self._changes() == before and self.job.poll() is None:
             if time.monotonic() > until_s:
                 raise SystemExit(f"nothing happened after {kind}: {self.output[-3000:]}")
             time.sleep(0.05)
+        if kind == "stop" and victim.pid in [process.pid for process in self._joined]:
+            victim.kill()  # The coordinator kills only what it has started.
         return self.job.poll() is None
 
     def end(self) -> int:
