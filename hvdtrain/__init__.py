@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain import errors
 
 if TYPE_CHECKING:
-    from hvdtrain import callbacks, data
+    from hvdtrain import callbacks, data, elastic
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.checkpoint.config import CheckpointConfig
     from hvdtrain.data.sharding import shard
@@ -61,6 +61,7 @@ __all__ = [
     "broadcast",
     "callbacks",
     "data",
+    "elastic",
     "errors",
     "init",
     "process_set",

@@ -102,8 +102,8 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None, proce
     if environment.elastic_job() is not None:
         if not environment.has_joined():
             raise UsageError(
-                "elastic jobs train with python -m hvdtrain. Received: another program, each process of which would "
-                "train alone. Start it by horovodrun or mpirun."
+                "elastic jobs train with python -m hvdtrain, or a program that calls hvdtrain.elastic.init() instead "
+                "of hvdtrain.init(). Received: another program, each process of which would train alone."
             )
         environment.choose_settings_for_restarts(deterministic=deterministic)
         collectives = ElasticCollectives(launcher)

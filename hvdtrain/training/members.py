@@ -1,7 +1,5 @@
 """What the training loop does when the ranks of a job change: by default nothing, for they do not."""
 
-import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -14,17 +12,14 @@ from hvdtrain.distributed.replica_consistency import global_stream, own_random_s
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange
+from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.optim.hook_state import model_hooks
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan
-
-_MAX_ATTEMPTS = 20
-"""How many generations may fail one after the other while a process connects to them."""
 
 
 class Members(Protocol):
@@ -132,31 +127,14 @@ class ElasticMembers:
             raise MembershipChange
 
     def is_over(self, error: Exception) -> bool:
-        return isinstance(error, MembershipChange) or (is_secondary(error) and self._coordinator.wait_for_cut())
+        return is_over(error, self._coordinator)
 
     def rejoin(self) -> None:
         start_s = time.monotonic()
-        self._rejoin()
+        rejoin(self._coordinator, self._collectives, settle=self._settle, on_leave=self._on_leave)
         change = {"ranks": self._collectives.size, "pause_seconds": time.monotonic() - start_s}
         self._history.append({"step": self._runner.progress.step, **change})
         self._on_change(change)
-
-    def _rejoin(self) -> None:
-        for attempt in itertools.count(1):
-            generation = self._coordinator.next_generation()
-            if generation is None:
-                self._collectives.leave()
-                self._on_leave()
-                self._coordinator.exit()
-            place = dataclasses.asdict(generation.place(self._coordinator.number))
-            try:
-                self._collectives.restart(place, generation.address, generation.port, self._coordinator.interface)
-                self._settle()
-                return
-            except Exception as error:
-                # Another member was lost meanwhile, or something is wrong that no other members will mend.
-                if attempt == _MAX_ATTEMPTS or not self.is_over(error):
-                    raise
 
     def _settle(self) -> None:
         """Makes the state of all members that of the furthest one, and divides the samples among them."""

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, summary, train_alone
-from launcher import ROOT, Finished, Job
+from launcher import ROOT, TESTS, Finished, Job
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ class ElasticJob(Job):
         return len(list(self.folder.glob("events.json.*")))
 
 
-def end(job: ElasticJob, timeout_s: float = 120) -> Finished:
+def end(job: Job, timeout_s: float = 120) -> Finished:
     try:
         ended = job.end(timeout_s)
         assert job.processes() == {}
@@ -157,10 +158,33 @@ def test_a_stopped_rank_strangers_and_a_stop(one_process, tmp_path):
     assert summary(tmp_path / "run")["resumed_from"] > 60
 
 
+def test_a_loop_of_ones_own_continues(tmp_path):
+    """The same program in one process, and in a job with losses and a rank that leaves."""
+    program = [sys.executable, str(TESTS / "elastic_loop.py")]
+    (tmp_path / "one").mkdir()
+    subprocess.run([*program, str(tmp_path / "one")], cwd=ROOT, timeout=120, check=True)
+    (tmp_path / "ours").mkdir()
+    elastic = [sys.executable, "-m", "hvdtrain", "elastic"]
+    events = ["20:1:SIGKILL", "100:0:SIGKILL", "200:1:SIGTERM"]
+    job = Job([*elastic, "1:2", *program, str(tmp_path / "ours"), *events], ranks=0, launcher="")
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("hvdtrain elastic: lost rank") == 2
+    assert "leaves: SIGTERM on host" in ended.output
+    with np.load(tmp_path / "one" / "weights.npz") as one, np.load(tmp_path / "ours" / "weights.npz") as ours:
+        assert one.files == ours.files
+        for name in one.files:
+            assert np.allclose(ours[name], one[name], rtol=1e-10, atol=1e-12)
+        assert (ours["used"] == 30).all()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["-c", "import hvdtrain; hvdtrain.init()"], "elastic jobs train with python -m hvdtrain"),
+        (
+            ["-c", "import hvdtrain; hvdtrain.init()"],
+            "elastic jobs train with python -m hvdtrain, or a program that calls hvdtrain.elastic.init()",
+        ),
         (["-m", "hvdtrain", "eval", "--task", "digits"], "elastic jobs train. Received: another command"),
         (["-m", "hvdtrain", "--join", "nowhere"], "--join must be HOST:PORT. Received: 'nowhere'"),
     ],
