@@ -38,19 +38,19 @@ class ElasticCollectives(HorovodCollectives):
     def reduces(self) -> bool:
         return True
 
-    def restart(self, place: Mapping[str, int], address: str, port: int, interface: str) -> None:
+    def restart(self, place: Mapping[str, int], interface: str, rendezvous: tuple[str, int]) -> None:
         """Leaves the ranks of before and connects to others.
 
         Args:
             place: see :func:`~hvdtrain.system.environment.set_place`.
-            address: that of the rendezvous.
             interface: the network interface that leads to the other ranks.
+            rendezvous: its address and port.
 
         Raises:
             Exception: one of them is lost.
         """
         self.leave()
-        environment.set_place(place, address, port, interface)
+        environment.set_place(place, interface, rendezvous)
         environment.set_gloo_timeout_of_restarts()
         with self._noting_sockets():
             self._hvd.init()

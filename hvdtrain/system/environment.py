@@ -162,18 +162,19 @@ def has_joined() -> bool:
     return os.environ.get("HVDTRAIN_ELASTIC_JOINED") == str(os.getpid())
 
 
-def set_place(place: Mapping[str, int], address: str, port: int, interface: str) -> None:
+def set_place(place: Mapping[str, int], interface: str, rendezvous: tuple[str, int] | None = None) -> None:
     """Sets the place of this rank in a job over Gloo, which Horovod reads at each start.
 
     Args:
         place: ``rank``, ``size``, ``local_rank``, ``local_size``, ``cross_rank`` and ``cross_size``.
-        address: that of the rendezvous.
         interface: the network interface that leads to the other ranks, unless the user has set one.
+        rendezvous: its address and port; None: this process is the only rank.
     """
     os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
     variables = {name.upper(): str(value) for name, value in place.items()}
-    variables |= {"GLOO_RENDEZVOUS_ADDR": address, "GLOO_RENDEZVOUS_PORT": str(port), "HOSTNAME": socket.gethostname()}
-    variables |= {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    variables |= {"HOSTNAME": socket.gethostname(), "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
+    if rendezvous is not None:
+        variables |= {"GLOO_RENDEZVOUS_ADDR": rendezvous[0], "GLOO_RENDEZVOUS_PORT": str(rendezvous[1])}
     os.environ.update({f"HOROVOD_{name}": value for name, value in variables.items()})
 
 

@@ -220,6 +220,11 @@ class Laboratory:
         enter = ["nsenter", "--target", self._process(host), "--net", "--mount", "--uts"]
         return [*enter, "env", "-C", str(Path.cwd()), *command]
 
+    def address(self, host: str) -> str:
+        """The address of a host."""
+        self.require(host)
+        return f"{PREFIX}{self.names.index(host) + 1}"
+
     def path(self, host: str, path: str) -> Path:
         """The path of a host's file as seen from this machine."""
         return Path(f"/proc/{self._process(host)}/root{path}")

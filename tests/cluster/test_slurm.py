@@ -8,7 +8,7 @@ from pathlib import Path
 import laboratory
 import pytest
 from laboratory import Laboratory
-from launcher import ROOT, run_job
+from launcher import ROOT, TESTS, Job, run_job
 from slurm import Slurm, missing
 
 lacks = [*laboratory.missing(), *missing()]
@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacks), reason=f"Slurm i
 
 OPTIONS = ["--deterministic", "--checkpoint-every", "0", "--log-every", "50", "--eval-every", "5000"]
 TASKS = ["--nodes=2", "--ntasks-per-node=1"]
+TASK = TESTS / "elastic_task.py"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,39 @@ def test_exit_code_is_that_of_the_job(cluster, tmp_path):
         time.sleep(0.5)
     assert "ExitCode=64:0" in slurm.ask("scontrol", "show", "job", job), output.read_text()
     assert "--steps" in output.read_text()
+
+
+@pytest.mark.long
+def test_members_of_an_elastic_job_leave_and_join(cluster, tmp_path, monkeypatch):
+    """Each member is a Slurm job; one of them is cancelled with SIGTERM, as by preemption, and submitted again."""
+    lab, slurm = cluster
+    monkeypatch.setenv("HVDTRAIN_ELASTIC_TOKEN", "secret")
+    monkeypatch.setenv("HVDTRAIN_TEST_STEP_S", "0.05")
+    address = lab.address("lab1")
+    elastic = ["elastic", "1:2", "--np", "0", "--address", address, "--port", "29400"]
+    coordinator = Job(lab.command("lab1", [sys.executable, "-m", "hvdtrain", *elastic]), ranks=0, launcher="")
+    run_dir = tmp_path / "run"
+    options = ["--task", str(TASK), "--steps", "900", "--run-dir", str(run_dir), "--global-batch-size", "48"]
+
+    def submit_member(number: int) -> str:
+        script = [str(ROOT / "launch" / "slurm-elastic.sbatch"), f"{address}:29400", *options]
+        where = [f"--nodelist=lab{number}", "--cpus-per-task=1", f"--output={tmp_path / 'member'}-%j"]
+        return slurm.ask("sbatch", "--parsable", f"--chdir={ROOT}", *where, *script)
+
+    try:
+        submit_member(1)
+        coordinator.wait_for("generation 1: 1 rank(s)")
+        second = submit_member(2)
+        coordinator.wait_for("2 rank(s), 1 of them new")
+        slurm.ask("scancel", "--signal=TERM", second)
+        coordinator.wait_for("leaves: SIGTERM on host lab2")
+        submit_member(2)
+        coordinator.wait_for("generation 4: 2 rank(s), 1 of them new")
+        done = coordinator.end(120)
+    finally:
+        coordinator.kill()
+    assert done.code == 0, done.output
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 900
 
 
 def test_srun_starts_ranks_itself(cluster):

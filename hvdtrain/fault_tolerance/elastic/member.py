@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from hvdtrain.errors import DisagreementError, HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.channel import Connection, Message
 from hvdtrain.fault_tolerance.elastic.coordinator import HEARTBEAT_S
-from hvdtrain.fault_tolerance.elastic.generation import Generation
+from hvdtrain.fault_tolerance.elastic.generation import Generation, Place
 from hvdtrain.fault_tolerance.elastic.hello import Hello
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.monitor_thread import EXIT_ACTIONS_S
@@ -342,12 +342,16 @@ def join_elastic_job(facts: Mapping[str, Any], stall_timeout_s: float) -> Elasti
     watch = ElasticWatch((host, int(port)), token, plain, stall_timeout_s=stall_timeout_s)
     watch.start()
     environment.note_joined()
-    if not watch.coordinator.must_warm_up:
-        generation = watch.coordinator.next_generation()
-        if generation is None:
-            raise StoppedEarly("this process was asked to leave before training began.")
-        place = dataclasses.asdict(generation.place(watch.coordinator.number))
-        environment.set_place(place, generation.address, generation.port, watch.coordinator.interface)
+    interface = watch.coordinator.interface
+    if watch.coordinator.must_warm_up:
+        # Whatever has started this process, as Slurm's srun: it is alone until it joins.
+        environment.set_place(dataclasses.asdict(Place(0, 1, 0, 1, 0, 1)), interface)
+        return watch
+    generation = watch.coordinator.next_generation()
+    if generation is None:
+        raise StoppedEarly("this process was asked to leave before training began.")
+    place = dataclasses.asdict(generation.place(watch.coordinator.number))
+    environment.set_place(place, interface, (generation.address, generation.port))
     return watch
 
 

@@ -38,7 +38,7 @@ def rejoin(
             coordinator.exit()
         place = dataclasses.asdict(generation.place(coordinator.number))
         try:
-            collectives.restart(place, generation.address, generation.port, coordinator.interface)
+            collectives.restart(place, coordinator.interface, (generation.address, generation.port))
             settle()
             return
         except Exception as error:
