@@ -1,17 +1,27 @@
 """How long an elastic job pauses when a rank is killed, and when another one joins.
 
     launch/run python benchmarks/elastic.py --ranks 3 --kills 20
+    launch/run python benchmarks/elastic.py --ranks 3 --kills 0 --horovod-kills 4
+    launch/run python benchmarks/elastic.py --ranks 3 --kills 0 --goodput-seconds 120 --kill-every 20
 
 Kills each rank in turn (SIGKILL) while the digits are trained, and waits until a new process has taken its place.
 Prints the time from the kill to the end of the next step of any survivor, and the longest time between two steps while
-a process joins: median, and the range of the middle half and of all. With ``--quiet-steps N`` it also compares steps of
-an elastic job in which nothing happens with those of ``horovodrun --gloo``, in turn.
+a process joins: median, and the range of the middle half and of all.
+
+* ``--quiet-steps N`` compares steps of an elastic job in which nothing happens with those of ``horovodrun --gloo``.
+* ``--horovod-kills N`` kills a rank of Horovod's own elastic mode, in N jobs.
+* ``--goodput-seconds S`` kills a random rank every ``--kill-every`` seconds and prints the samples a second, as a share
+  of those that as many members would train on undisturbed, beside ``launch/run --restarts``; a sleep stands for the
+  computation of each sample.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
+import math
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -26,11 +36,16 @@ import hvdtrain
 from hvdtrain.distributed import runtime
 from hvdtrain.tasks import digits
 
-TIMES = "ELASTIC_BENCHMARK_TIMES"
+TIMES, SAMPLE_S = "ELASTIC_BENCHMARK_TIMES", "ELASTIC_BENCHMARK_SAMPLE_S"
+GLOBAL_BATCH_SIZE = 96
 
 
 class StepTimes(keras.callbacks.Callback):
     """Notes when this rank has completed a step, and which rank it is."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        # A rank's part of the global batch.
+        time.sleep(float(os.environ.get(SAMPLE_S, "0")) * GLOBAL_BATCH_SIZE / runtime.collectives().size)
 
     def on_train_batch_end(self, batch, logs=None):
         with Path(os.environ[TIMES], f"{os.getpid()}").open("a") as file:
@@ -42,7 +57,7 @@ TASK = hvdtrain.Task(
     data=digits.read_data,
     loss=digits.TASK.loss,
     callbacks=lambda: [StepTimes()],
-    defaults={"learning_rate": 1e-4, "batch_size": 32, "log_every": 1000, "eval_every": 10**6},
+    defaults={"learning_rate": 1e-4, "batch_size": 32, "log_every": 10, "eval_every": 10**6},
 )
 
 
@@ -67,13 +82,32 @@ def wait_for_size(folder: Path, size: int, since_s: float) -> dict[int, list[tup
     raise SystemExit(f"no job of {size} ranks within two minutes")
 
 
-def measure(ranks: int, kills: int, run: Path) -> tuple[list[float], list[float]]:
+def train_line(run: Path, *options: str) -> list[str]:
+    line = [sys.executable, "-m", "hvdtrain", "--task", __file__, "--run-dir", str(run), "--steps", "10000000"]
+    return [*line, "--global-batch-size", str(GLOBAL_BATCH_SIZE), *options]
+
+
+def elastic_line(ranks: int, run: Path) -> list[str]:
+    elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{ranks}"]
+    return [*elastic, *train_line(run, "--checkpoint-every", "0")]
+
+
+def horovod_line(ranks: int, folder: Path) -> list[str]:
+    """Horovod's own elastic mode, with a discovery script that always finds this host."""
+    script = folder / "hosts.sh"
+    script.write_text(f"#!/bin/sh\necho localhost:{ranks}\n")
+    script.chmod(0o755)
+    launch = ["horovodrun", "--gloo", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
+    launch += ["--network-interface", "lo"]
+    launch += ["--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2"]
+    return [*launch, sys.executable, str(Path(__file__).with_name("horovod_elastic.py"))]
+
+
+def measure(line: list[str], ranks: int, kills: int, run: Path) -> tuple[list[float], list[float]]:
     """Seconds from each kill to the next step, and of the pause of each join."""
     losses, joins = [], []
     times = run / "times"
     times.mkdir()
-    line = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{ranks}", sys.executable, "-m", "hvdtrain"]
-    line += ["--task", __file__, "--run-dir", str(run / "run"), "--steps", "10000000", "--checkpoint-every", "0"]
     job = subprocess.Popen(line, env={**os.environ, TIMES: str(times)}, stdout=subprocess.DEVNULL)
     try:
         since_s = 0.0
@@ -93,6 +127,87 @@ def measure(ranks: int, kills: int, run: Path) -> tuple[list[float], list[float]
         job.terminate()
         job.wait(60)
     return losses, joins
+
+
+def measure_horovod(ranks: int, kills: int, folder: Path) -> list[float]:
+    """Seconds from a kill to the next step of any survivor, in a job for each kill; infinity: none in two minutes."""
+    losses = []
+    for number in range(kills):
+        times = folder / f"times-{number}"
+        times.mkdir(parents=True)
+        env = {**os.environ, TIMES: str(times), "TF_CPP_MIN_LOG_LEVEL": "2"}
+        line = horovod_line(ranks, folder)
+        job = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            steps = wait_for_size(times, ranks, 0.0)
+            time.sleep(1.0)
+            victim = next(pid for pid, each in steps.items() if each[-1][1] == number % ranks)
+            killed_s = time.time()
+            os.kill(victim, signal.SIGKILL)
+            after: list[float] = []
+            while not after and time.time() < killed_s + 120:
+                time.sleep(0.05)
+                steps = steps_in(times)
+                steps.pop(victim)
+                # A step that was under way may still end.
+                after = [at for each in steps.values() for at, _, size in each if at > killed_s + 0.2]
+            losses.append(min(after, default=math.inf) - killed_s)
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+            for pid in steps_in(times):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    return losses
+
+
+def train_with_kills(line: list[str], times: Path, seconds: float, every_s: float | None) -> tuple[float, int]:
+    """Trains for some seconds after its first step; returns the seconds and the number of kills."""
+    times.mkdir(parents=True)
+    env = {**os.environ, TIMES: str(times), SAMPLE_S: "0.0015"}
+    job = subprocess.Popen(line, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    chosen = random.Random(1)
+    kills = 0
+    try:
+        while not any(steps_in(times).values()):
+            time.sleep(0.05)
+        start_s = time.time()
+        next_s = start_s + (every_s or seconds)
+        while (now_s := time.time()) < start_s + seconds:
+            if every_s and now_s >= next_s:
+                living = [pid for pid, each in steps_in(times).items() if each and each[-1][0] > now_s - 5]
+                if living:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(chosen.choice(living), signal.SIGKILL)
+                    kills += 1
+                next_s += every_s
+            time.sleep(0.05)
+        return time.time() - start_s, kills
+    finally:
+        job.terminate()
+        job.wait(90)
+
+
+def steps_of_rank_0(times: Path) -> list[tuple[float, int]]:
+    """When each step was completed, by how many ranks."""
+    return sorted((at, size) for each in steps_in(times).values() for at, rank, size in each if rank == 0)
+
+
+def goodput(ranks: int, seconds: float, every_s: float, folder: Path) -> None:
+    train_with_kills(elastic_line(ranks, folder / "quiet"), folder / "quiet-times", 20, None)
+    quiet = steps_of_rank_0(folder / "quiet-times")[20:]
+    samples_per_member_s = (len(quiet) - 1) * GLOBAL_BATCH_SIZE / (quiet[-1][0] - quiet[0][0]) / ranks
+    _, kills = train_with_kills(elastic_line(ranks, folder / "run"), folder / "times", seconds, every_s)
+    steps = steps_of_rank_0(folder / "times")
+    member_s = sum(size * (at - before) for (before, _), (at, size) in itertools.pairwise(steps))
+    share = (len(steps) - 1) * GLOBAL_BATCH_SIZE / member_s / samples_per_member_s
+    print(f"elastic, a kill every {every_s:g} s ({kills} kills): {share:.3f} of the samples of its members undisturbed")
+    restarts = ["launch/run", "--restarts", "100", "horovodrun", "--gloo", "-np", str(ranks)]
+    line = [*restarts, *train_line(folder / "restarted", "--checkpoint-every", "50")]
+    taken_s, kills = train_with_kills(line, folder / "restarted-times", seconds, every_s)
+    log = (folder / "restarted" / "metrics.jsonl").read_text().splitlines()
+    last = max(json.loads(each).get("step", 0) for each in log)
+    share = last * GLOBAL_BATCH_SIZE / (taken_s * ranks) / samples_per_member_s
+    print(f"--restarts, a kill every {every_s:g} s ({kills} kills), a checkpoint every 50 steps: {share:.3f}")
 
 
 def text(seconds: list[float]) -> str:
@@ -115,12 +230,22 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--quiet-steps", type=int, default=0)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--horovod-kills", type=int, default=0)
+    parser.add_argument("--goodput-seconds", type=float, default=0)
+    parser.add_argument("--kill-every", type=float, default=20)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.kills:
-            losses, joins = measure(arguments.ranks, arguments.kills, Path(folder))
+            line = elastic_line(arguments.ranks, Path(folder, "run"))
+            losses, joins = measure(line, arguments.ranks, arguments.kills, Path(folder))
             print(f"{arguments.ranks} ranks, SIGKILL to the next step: {text(losses)}")
             print(f"{arguments.ranks} ranks, longest pause while a process joins: {text(joins)}")
+        if arguments.horovod_kills:
+            losses = measure_horovod(arguments.ranks, arguments.horovod_kills, Path(folder, "horovod"))
+            each = ", ".join(f"{seconds:.1f}" for seconds in losses)
+            print(f"Horovod's elastic mode, {arguments.ranks} ranks, SIGKILL to the next step, s: {each}")
+        if arguments.goodput_seconds:
+            goodput(arguments.ranks, arguments.goodput_seconds, arguments.kill_every, Path(folder))
         if arguments.quiet_steps:
             size = str(arguments.ranks)
             elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{size}"]
