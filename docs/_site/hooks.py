@@ -147,7 +147,7 @@ def api_page() -> str:
     listed = {f"hvdtrain.{name}" for section in _SECTIONS.values() for name in section}
     sections = {title: [f"hvdtrain.{name}" for name in section] for title, section in _SECTIONS.items()}
     sections["Other"] = sorted(name for name in names if name.count(".") == 1 and name not in listed)
-    for module in ("callbacks", "data", "errors"):
+    for module in ("callbacks", "data", "elastic", "errors"):
         sections[f"hvdtrain.{module}"] = [name for name in names if name.startswith(f"hvdtrain.{module}.")]
     for title, section in sections.items():
         if section:

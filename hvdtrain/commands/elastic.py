@@ -68,8 +68,7 @@ class ElasticJob:
             token=self._token,
             start_size=max(num_first, membership.minimum),
             timeout_s=timeout_s,
-            host=address,
-            port=port,
+            endpoint=(address, port),
             say=_say,
             on_removed=lambda worker: self._workers.kill(worker),
         )

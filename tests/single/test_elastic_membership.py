@@ -146,7 +146,13 @@ class CoordinatedJob:
     def __init__(self, membership: Membership, **options):
         self.said: list[str] = []
         self.removed: list[int] = []
-        options = {"token": "secret", "start_size": membership.maximum, "timeout_s": 60, "host": "127.0.0.1", **options}
+        options = {
+            "token": "secret",
+            "start_size": membership.maximum,
+            "timeout_s": 60,
+            "endpoint": ("127.0.0.1", 0),
+            **options,
+        }
         self.coordinator = Coordinator(membership, say=self.said.append, on_removed=self.removed.append, **options)
         self._ends = False
         self._thread = threading.Thread(target=self._run)

@@ -30,8 +30,7 @@ class Coordinator:
         token: what members must know; others are disconnected.
         start_size: members that the first generation waits for.
         timeout_s: how long fewer members than the minimum wait for others before they save and end.
-        host: the address to listen on.
-        port: the port; 0: any.
+        endpoint: the address and port to listen on; port 0: any.
         say: prints a message.
         on_removed: called with the worker number of a process that is no longer part of the job.
         clock: returns the time in seconds; monotonic.
@@ -44,8 +43,7 @@ class Coordinator:
         token: str,
         start_size: int,
         timeout_s: float,
-        host: str,
-        port: int = 0,
+        endpoint: tuple[str, int],
         say: Callable[[str], None],
         on_removed: Callable[[int], None] = lambda worker: None,
         clock: Callable[[], float] = time.monotonic,
@@ -58,13 +56,12 @@ class Coordinator:
         self._on_removed = on_removed
         self._clock = clock
         try:
-            self._listener = socket.create_server((host, port), backlog=100)
+            self._listener = socket.create_server(endpoint, backlog=100)
         except OSError as error:
-            raise UsageError(
-                f"the coordinator must be able to listen at {host}:{port}. Received: {error.strerror or error}"
-            ) from None
+            where = f"{endpoint[0]}:{endpoint[1]}"
+            raise UsageError(f"a coordinator must be able to listen at {where}. Received: {error.strerror}") from None
         self._listener.setblocking(False)
-        self._host = host
+        self._host = endpoint[0]
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: list[Peer] = []

@@ -1,7 +1,4 @@
-"""Elastic training loops of your own: ranks are lost, leave and join while the loop goes on.
-
-hvdtrain elastic 2:4 python train.py
-"""
+"""The state of an elastic loop, and the function that calls the loop again each time that the ranks change."""
 
 import atexit
 import copy
@@ -26,8 +23,6 @@ from hvdtrain.fault_tolerance.shutdown import end_job
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.hook_state import model_hooks
 from hvdtrain.system import environment, versions
-
-__all__ = ["Ranks", "State", "init", "run"]
 
 _watch: ElasticWatch | None = None
 
