@@ -42,7 +42,9 @@ def init(
     """Does what :func:`hvdtrain.init` does, also in a process of an elastic job. Call it first.
 
     Args:
-        seed, threads, deterministic: see :func:`hvdtrain.init`.
+        seed: for Keras, NumPy and Python, the same on every rank; None: no seed is set.
+        threads: compute threads of this rank; None: a fair share of the host's cores.
+        deterministic: make runs bit-identical, at the cost of speed.
         stall_timeout_s: how long a rank may be silent, or keep the others waiting, before it is removed; 0: for ever.
 
     Raises:
