@@ -3,12 +3,12 @@
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import keras
 
 from hvdtrain.distributed.elastic import ElasticCollectives
-from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -21,6 +21,7 @@ from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.optim.hook_state import model_hooks
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan
+from hvdtrain.training.strategies.strategy import Place
 
 
 class Members(Protocol):
@@ -67,15 +68,6 @@ class FixedMembers:
         return {}
 
 
-class _Place(NamedTuple):
-    """How far a member has come: the furthest one's state is everybody's."""
-
-    has_state: bool
-    step: int
-    is_between_calls: bool
-    is_logged: bool
-
-
 class ElasticMembers:
     """The members of an elastic job, which change while it trains.
 
@@ -105,12 +97,14 @@ class ElasticMembers:
         self._on_leave = on_leave
         self.is_newcomer = self._coordinator.must_warm_up
         self._has_state = not self._coordinator.must_warm_up
+        self._num_ranks = runner.collectives.size
         self._num_changes = 0
         self._seconds_lost = 0.0
 
     def prepare(self) -> None:
         """A newcomer compiles its step alone, by making one; then it joins the others."""
-        self._runner.keep_snapshot()
+        if not self._runner.strategy.ranks_are_independent:
+            self._runner.keep_snapshot()
         for hooks in model_hooks(self._runner.model):
             # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
             hooks.equal_start = EqualStart(SingleProcessCollectives())
@@ -125,6 +119,8 @@ class ElasticMembers:
 
     def pause_if_due(self) -> None:
         if self._coordinator.must_hold:
+            if not self._coordinator.is_cut:
+                self._runner.strategy.end_round()
             raise MembershipChange
 
     def is_over(self, error: Exception) -> bool:
@@ -160,33 +156,32 @@ class ElasticMembers:
         progress.reduced_steps += runner.train_step.steps_made - progress.step
         progress.step = runner.train_step.steps_made
         epoch = progress.epoch, progress.is_in_epoch
-        own = _Place(self._has_state, progress.step, progress.is_between_calls, progress.is_logged)
-        places = [_Place(*each) for each in collectives.allgather(tuple(own))]
+        strategy = runner.strategy
+        rounds, steps_in_round = strategy.position
+        is_done = progress.is_between_calls, progress.is_logged
+        own = Place(self._has_state, rounds, progress.step, *is_done, steps_in_round)
+        places = [Place(*each) for each in collectives.allgather(tuple(own))]
         source = places.index(max(places))
         if not places[source].has_state:
             raise HvdtrainError(
                 "the state of the run was lost with the ranks that had it. Restart the job to resume it."
             )
         is_source = collectives.rank == source
-        state = collectives.allgather(self._state.common() if is_source else None)[source]
-        if any(place[:2] != places[source][:2] for place in places):
-            # Until all of it has arrived, this rank's state is neither the old one nor the new one.
-            self._has_state = is_source
-            collectives.broadcast([each.value for each in self._shared_variables()], root_rank=source)
+        shared = (self._state.common(), self._num_ranks) if is_source else None
+        state, num_ranks = collectives.allgather(shared)[source]
+        # Until all of it has arrived, the state of a rank that takes it over is neither the old one nor the new one.
+        self._has_state = is_source or strategy.keeps_own(own, places[source])
+        strategy.take_over(places, source, num_ranks - sum(place.has_state for place in places))
         if not is_source:
             self._state.apply_common(state)
-            runner.times.restore(progress.step)
         if self.is_newcomer or epoch != (progress.epoch, progress.is_in_epoch):
             runner.model.reset_metrics()
         self.is_newcomer, self._has_state = False, True
         end_checks()
         runner.restart_with(sample_plan(runner.source, runner.config, collectives))
+        self._num_ranks = collectives.size
         self._num_changes += 1
         self._on_change()
-
-    def _shared_variables(self) -> list[Any]:
-        model = self._runner.model
-        return [*model.weights, *optimizer_variables(model)]
 
     def summary(self) -> dict[str, Any]:
         return {"membership_changes": self._num_changes, "membership_seconds": self._seconds_lost}
@@ -210,7 +205,10 @@ def _require_supported(runner: StepRunner) -> None:
     """Raises UsageError for what a step that is interrupted, and repeated by other ranks, cannot contain yet."""
     config, optimizer = runner.config, runner.model.optimizer
     unsupported = {
-        "--mode local": config.mode == "local",
+        "--wait-free, in which ranks make different numbers of steps": config.local_sgd.wait_free,
+        "--overlap": config.local_sgd.overlap,
+        "--average-across host": config.local_sgd.average_across == "host",
+        "--sync-steps-first": config.local_sgd.sync_steps_first > 0,
         "--gradient-accumulation-steps": config.gradient_accumulation_steps > 1,
         "--sync-batchnorm": runner.num_synchronized > 0,
         "--jit-compile": config.jit_compile,

@@ -114,7 +114,7 @@ class StepRunner:
         if config.jit_compile:
             require_compilable(self.num_synchronized)
         self.strategy = make_strategy(
-            StrategyContext(model, self.plan, self.progress, self.train_step, collectives, job_watch),
+            StrategyContext(model, lambda: self.plan, self.progress, self.train_step, collectives, job_watch),
             config,
             total_steps=total_steps or _UNLIMITED_STEPS,
             num_synchronized=self.num_synchronized,

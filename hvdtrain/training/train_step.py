@@ -111,6 +111,10 @@ class TrainStep:
         """Number of complete steps that this rank has made."""
         return self._times.micro_batches // self._micro_batches_per_step
 
+    def skip_to(self, step: int) -> None:
+        """Continues to count from this step, which other ranks have made."""
+        self._times.restore(step)
+
     def sample_weight(self) -> tf.Tensor | None:
         """While a step is traced: the weight of this rank's micro-batch; None if all have the same."""
         return self._sample_weight
