@@ -169,7 +169,7 @@ class ElasticMembers:
         is_source = collectives.rank == source
         shared = (self._state.common(), self._num_ranks) if is_source else None
         state, num_ranks = collectives.allgather(shared)[source]
-        # Until all of it has arrived, the state of a rank that takes it over is neither the old one nor the new one.
+        # Until all of it has arrived, a state that is taken over is neither the old one nor the new one.
         self._has_state = is_source or strategy.keeps_own(own, places[source])
         strategy.take_over(places, source, num_ranks - sum(place.has_state for place in places))
         if not is_source:

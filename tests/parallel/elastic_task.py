@@ -1,8 +1,8 @@
 """A task for elastic jobs: in double precision, smooth, and with processes that send themselves signals.
 
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
-``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once; while its
-rank has not joined yet, the steps before it are slow.
+``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once, and is
+noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 """
 
@@ -46,7 +46,7 @@ def events_at(step: int, where: str) -> None:
                 os.close(os.open(f"{path}.{i}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            Path(f"{path}.{i}").write_text(str(time.time()))
+            Path(f"{path}.{i}").write_text(f"{time.time()} {runtime.collectives().size}")
             os.kill(os.getpid(), getattr(signal, name))
 
 

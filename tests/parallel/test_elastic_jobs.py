@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from launcher import ROOT, TESTS, Finished, Job
 
+from hvdtrain.data.sample_plan import SamplePlan, split_batch
+
 pytestmark = pytest.mark.slow
 
 TASK = str(TESTS / "elastic_task.py")
@@ -80,10 +82,12 @@ def summary(folder: Path) -> dict:
     return json.loads((folder / "summary.json").read_text())
 
 
+def relative_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    return max(np.abs(a - b).max() / max(1e-12, np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
 def assert_equals_one_process(folder: Path, one: Path) -> None:
-    ours, theirs = weights(folder), weights(one)
-    difference = max(np.abs(a - b).max() / max(1e-12, np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
-    assert difference < 1e-10
+    assert relative_difference(weights(folder), weights(one)) < 1e-10
     for name in ("steps", "samples"):
         assert summary(folder)[name] == summary(one)[name]
     assert summary(folder)["eval"] == pytest.approx(summary(one)["eval"], rel=1e-6)
@@ -126,6 +130,50 @@ def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_
     assert 0 < found["membership_seconds"] < found["wall_seconds"]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert checkpoints[-1] == f"step-{STEPS:08d}"
+
+
+def one_process_without(lost: set[tuple[int, int, int]], steps: int, learning_rate: float) -> list[np.ndarray]:
+    """The weights after SGD on all samples except those of the lost ``(step, rank, number of ranks)``."""
+    import elastic_task
+    import keras
+
+    keras.utils.set_random_seed(0)
+    data = elastic_task.TASK.read_data(None)
+    model = elastic_task.TASK.make_model(data)
+    model.compile(keras.optimizers.SGD(learning_rate), elastic_task.TASK.loss())
+    x, y = data.training.x, data.training.y
+    for step in range(1, steps + 1):
+        numbers = plan(0, 1, len(x)).numbers(step - 1)
+        for at, rank, size in lost:
+            if at == step:
+                numbers = np.setdiff1d(numbers, plan(rank, size, len(x)).numbers(step - 1))
+        model.train_on_batch(x[numbers], y[numbers])
+    return model.get_weights()
+
+
+def plan(rank: int, size: int, num_samples: int) -> SamplePlan:
+    sizes = split_batch(GLOBAL_BATCH, [1] * size, GLOBAL_BATCH)
+    return SamplePlan(num_samples=num_samples, batch_size=1, rank=rank, size=size, rank_batch_sizes=sizes)
+
+
+def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
+    """With an average after each step, plain SGD equals one process without the samples of lost ranks' last steps."""
+    events = [[40, 2, "SIGKILL", "within"], [60, 0, "SIGKILL", "within"], [120, 1, "SIGTERM", "before"]]
+    options = ["--mode", "local", "--sync-every", "1", "--optimizer", "sgd", "--learning-rate", "0.1", "--steps", "130"]
+    job = ElasticJob("1:3", tmp_path, events, *options, "--checkpoint-every", "50")
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    lines = [line for line in ended.output.splitlines() if "local step(s) of 1 rank(s)" in line]
+    found = summary(tmp_path / "run")
+    # A rank is lost in a step that the others may complete without it, or not have begun.
+    assert found["lost_steps"] == len(lines) <= 2
+    happened = [(tmp_path / f"events.json.{i}").read_text().split()[1] for i in (0, 1)]
+    lost = [(at, rank, int(size)) for (at, rank, *_), size in zip(events, happened, strict=False)]
+    expected = one_process_without({each for each in lost if f"before step {each[0] + 1}:" in ended.output}, 130, 0.1)
+    ours = weights(tmp_path / "run")
+    assert relative_difference(ours, expected) < 1e-10
+    assert found["steps"] == 130
 
 
 @pytest.mark.long

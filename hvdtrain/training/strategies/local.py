@@ -129,13 +129,15 @@ class LocalStrategy:
         self._averager.end_round()
 
     def keeps_own(self, place: Place, furthest: Place) -> bool:
-        return place.has_state and place.rounds == furthest.rounds
+        return place.has_state
 
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
         rank, furthest = self._collectives.rank, places[source]
         self._own_collectives.rank = rank
-        if not all(self.keeps_own(place, furthest) for place in places):
-            self._share(places[rank], furthest, source)
+        if not all(place.has_state for place in places):
+            self._share_variables(places[rank], source)
+        if any(place[:2] != furthest[:2] for place in places):
+            self._share_average(places[rank], furthest, source)
         # The assignment of samples is still that of the ranks of before: each trains on all that was assigned to it.
         while (behind := furthest.step - self._train_step.steps_made) > 0:
             steps = min(behind, self._train_step.max_steps)
@@ -145,28 +147,30 @@ class LocalStrategy:
         if lost := num_lost * furthest.steps_in_round:
             self._lost_steps += lost
             if rank == 0:
-                report(0, f"{lost} local step(s) of {num_lost} rank(s) are lost, those since the last average")
+                where = f"before step {furthest.step + 1}: those since the last average"
+                report(0, f"lost {lost} local step(s) of {num_lost} rank(s) {where}")
         self._averager.end_round(only_if_due=True)
 
-    def _share(self, own: Place, furthest: Place, source: int) -> None:
-        """Replaces replicas that miss an average by the last one, with the rest of the state of the rank ``source``."""
+    def _share_variables(self, own: Place, source: int) -> None:
+        """Replaces the variables of newcomers, including what each rank has of its own, such as slots."""
         variables = [*self._model.weights, *optimizer_variables(self._model)]
-        kept = [(each, host_tensor(each)) for each in variables] if self.keeps_own(own, furthest) else []
+        kept = [(each, host_tensor(each)) for each in variables] if own.has_state else []
         try:
             self._collectives.broadcast([each.value for each in variables], root_rank=source)
         finally:
             for variable, value in kept:
                 variable.assign(value)
+
+    def _share_average(self, own: Place, furthest: Place, source: int) -> None:
+        """Replaces the replicas of newcomers, and of ranks that miss the last average, by that."""
         is_source = self._collectives.rank == source
         state = self._collectives.allgather(self.state() if is_source else None)[source]
-        if kept:
-            return
-        self._lost_steps = state["lost_steps"]
-        if own.has_state:
-            self._averager.start_round(state, missed_steps=0)
-        else:
+        if not own.has_state:
+            self._lost_steps = state["lost_steps"]
             self._averager.start_round(state, missed_steps=furthest.steps_in_round)
             self._train_step.skip_to(furthest.step)
+        elif own.rounds < furthest.rounds:
+            self._averager.start_round(state, missed_steps=0)
 
     @property
     def averaged(self) -> Averaged | None:

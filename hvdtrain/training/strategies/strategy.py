@@ -87,7 +87,7 @@ class Strategy(Protocol):
         """Averages now what ranks learnt since the last average: some leave. All ranks must call it."""
 
     def keeps_own(self, place: Place, furthest: Place) -> bool:
-        """Whether a member of an elastic job continues with its own replica when others join it."""
+        """Whether the state of a member of an elastic job stays complete even if :meth:`take_over` fails halfway."""
 
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
         """Continues with the replica of the member that has come furthest. All ranks must call it.
