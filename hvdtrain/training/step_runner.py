@@ -143,7 +143,7 @@ class StepRunner:
 
     def keep_snapshot(self) -> None:
         """From now on, a step that is interrupted can be undone; call it when the metrics are built."""
-        self.train_step.snapshot = StepSnapshot(self.model, self.times.current_step)
+        self.train_step.snapshot = StepSnapshot(self.model, self.times)
 
     def undo_interrupted_step(self) -> None:
         """Restores what an interrupted step has changed, so that it can be repeated."""

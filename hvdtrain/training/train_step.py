@@ -194,9 +194,10 @@ class TrainStep:
         # the batch, and would otherwise get ahead of the other ranks'.
         with tf.control_dependencies(tf.nest.flatten((data, sample_weight), expand_composites=True)):
             self._train_on_batch(data, sample_weight)
-            # A step that raises must not be counted: count after one of its updates.
-            smallest = min(self._model.trainable_variables, key=lambda v: v.value.shape.num_elements(), default=None)
-            with tf.control_dependencies([] if smallest is None else [smallest.value.read_value()]):
+            # A step that raises must not be counted: count after an update by each optimizer.
+            updated = [hooks.variables for hooks in model_hooks(self._model) if hooks.variables]
+            smallest = [min(each, key=lambda variable: variable.value.shape.num_elements()) for each in updated]
+            with tf.control_dependencies([variable.value.read_value() for variable in smallest]):
                 self._times.end_micro_batch()
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
