@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import keras
-
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
@@ -19,6 +17,7 @@ from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.optim.hook_state import model_hooks
+from hvdtrain.training.losses import sums_over_batch
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan
 from hvdtrain.training.strategies.strategy import Place
@@ -202,21 +201,17 @@ def make_members(
 
 
 def _require_supported(runner: StepRunner) -> None:
-    """Raises UsageError for what a step that is interrupted, and repeated by other ranks, cannot contain yet."""
-    config, optimizer = runner.config, runner.model.optimizer
+    """Raises UsageError for what a job whose ranks change cannot do."""
+    config, op = runner.config, require_hooks(leaves_of(runner.model)[0]).reduction.op
     unsupported = {
         "--wait-free, in which ranks make different numbers of steps": config.local_sgd.wait_free,
         "--overlap": config.local_sgd.overlap,
         "--average-across host": config.local_sgd.average_across == "host",
         "--sync-steps-first": config.local_sgd.sync_steps_first > 0,
-        "--gradient-accumulation-steps": config.gradient_accumulation_steps > 1,
-        "--sync-batchnorm": runner.num_synchronized > 0,
-        "--jit-compile": config.jit_compile,
-        "--balance or --shares": config.balancing.is_active,
-        "--bad-samples": config.guards.bad_samples > 0,
-        "--op sum or adasum": require_hooks(leaves_of(runner.model)[0]).reduction.op != "average",
-        "a loss scale, as of --mixed-precision float16": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
-        "a model with several optimizers": len(leaves_of(runner.model)) > 1,
+        "--op adasum, which needs MPI": op == "adasum",
+        "--op sum with a loss that is a mean over samples, because updates would depend on the number of ranks": op
+        == "sum"
+        and not sums_over_batch(runner.model, op, config.gradient_accumulation_steps),
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
         raise UsageError(f"elastic jobs do not support {found[0]}. Leave it out, or use launch/run --restarts.")

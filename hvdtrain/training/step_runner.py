@@ -77,7 +77,9 @@ class StepRunner:
         self.feed = TrainingFeed(source, plan, self.quota)
         self.times = StepTimes(config.gradient_accumulation_steps)
         self.time_shares = TimeShares(self.times, collectives, network.host_name())
-        self.balancer = LoadBalancer(config.balancing, self.feed, self.time_shares)
+        self.balancer = LoadBalancer(
+            config.balancing, self.feed, self.time_shares, ranks_may_change=collectives.may_change
+        )
         _require_samples(model, self.feed.element_spec)
         build_by_tracing(model, self.feed.element_spec)
         accumulation = config.gradient_accumulation_steps
@@ -155,6 +157,7 @@ class StepRunner:
         self.feed.plan = plan
         self.feed.start(self.train_step.steps_made * self.config.gradient_accumulation_steps)
         self.time_shares.restart()
+        self.balancer.restart(self.collectives.rank)
 
     def build_metrics(self, *, required: bool) -> None:
         """Creates the variables of the model's metrics.

@@ -3,6 +3,7 @@
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
 ``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once, and is
 noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow.
+``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 """
 
@@ -18,6 +19,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.distributed import runtime
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.tasks import digits
 
 keras.config.set_floatx("float64")
@@ -57,14 +59,17 @@ class Events(layers.Layer):
     def call(self, x, training=False):
         if not training:
             return x
-        # The step is that which is being made.
-        steps = MODELS[0].optimizer.iterations.value
+        leaf = leaves_of(MODELS[0])[0]
+        micro_batches = leaf._iterations.value
 
-        def happen(step):
-            events_at(int(step) + 1, "within")
-            return step
+        def happen(micro_batches):
+            # The step is that which is being made; in its last micro-batch.
+            step, left = divmod(int(micro_batches) + 1, leaf.gradient_accumulation_steps or 1)
+            if left == 0:
+                events_at(step, "within")
+            return micro_batches
 
-        with tf.control_dependencies([tf.numpy_function(happen, [steps], steps.dtype)]):
+        with tf.control_dependencies([tf.numpy_function(happen, [micro_batches], micro_batches.dtype)]):
             return tf.identity(x)
 
 
@@ -87,7 +92,7 @@ def model(data: hvdtrain.data.Data) -> keras.Model:
             layers.Input((8, 8, 1)),
             layers.Flatten(),
             layers.Dense(32, activation="tanh"),
-            layers.BatchNormalization(momentum=0.5, trainable=False),
+            layers.BatchNormalization(momentum=0.5, trainable="HVDTRAIN_TEST_BATCHNORM" in os.environ),
             Events(),
             layers.Dense(10),
         ]
