@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launcher import ROOT, TESTS, Finished, Job
+from launcher import LONG, ROOT, TESTS, Finished, Job
 
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
 
@@ -130,6 +130,36 @@ def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_
     assert 0 < found["membership_seconds"] < found["wall_seconds"]
     checkpoints = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
     assert checkpoints[-1] == f"step-{STEPS:08d}"
+
+
+ACCUMULATION = ["--gradient-accumulation-steps", "3", "--global-batch-size", "16", "--shares", "2,1,1"]
+UPDATE = ["--optimizer", "adamw", "--weight-decay", "0.01", "--ema", "0.9", "--clip-norm", "0.5"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([*ACCUMULATION, *UPDATE], id="accumulation, shares and weight decay"),
+        LONG(["--sync-batchnorm", "--balance", "--balance-every", "10", *UPDATE], id="synchronized BatchNormalization"),
+        LONG(["--jit-compile"], id="XLA"),
+    ],
+)
+def test_modes_change_no_update(options, tmp_path, monkeypatch):
+    if "--sync-batchnorm" in options:
+        monkeypatch.setenv("HVDTRAIN_TEST_BATCHNORM", "1")
+    steps = ["--steps", "140"]
+    alone = [each for each in options if each not in ("--balance", "--balance-every", "10", "--shares", "2,1,1")]
+    batch = [] if "--global-batch-size" in options else ["--batch-size", str(GLOBAL_BATCH)]
+    line = [*TRAIN, *alone, *batch, *steps, "--run-dir", str(tmp_path / "one")]
+    one = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert one.returncode == 0, one.stderr
+    events = [[30, 0, "SIGKILL", "before"], [60, 1, "SIGKILL", "within"], [120, 1, "SIGTERM", "before"]]
+    job = ElasticJob("1:3", tmp_path / "job", events, *options, *steps)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    assert ended.output.count("--shares was for the ranks before") == ("--shares" in options)
+    assert_equals_one_process(tmp_path / "job" / "run", tmp_path / "one")
 
 
 def one_process_without(lost: set[tuple[int, int, int]], steps: int, learning_rate: float) -> list[np.ndarray]:

@@ -14,6 +14,7 @@ from hvdtrain.data import Arrays
 from hvdtrain.distributed.gradient_reduction import single_rank_reducer
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import NonFiniteError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.training.step_runner import StepRunner
@@ -91,7 +92,7 @@ class TwoOptimizers(keras.Sequential):
         return {"loss": self._loss_tracker.result()}
 
 
-def runner(make_optimizer, model_class, **options) -> StepRunner:
+def runner(make_optimizer, model_class=keras.Sequential, x=X, **options) -> StepRunner:
     keras.utils.set_random_seed(3)
     dense = layers.Dense(8, activation="tanh")
     model = model_class([layers.Input((6,)), dense, layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(4)])
@@ -99,7 +100,7 @@ def runner(make_optimizer, model_class, **options) -> StepRunner:
     model.compile(make_optimizer(), loss, metrics=["accuracy"])
     made = StepRunner(
         model,
-        Arrays(X, Y),
+        Arrays(x, Y),
         train_config(batch_size=8, steps=STEPS, **options),
         collectives=(collectives := Interruptible()),
         job_watch=JobWatch(collectives),
@@ -148,7 +149,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
     make_optimizer, options = CASES[case]
-    options = {"model_class": keras.Sequential, **options}
     uninterrupted = runner(make_optimizer, **options)
     train(uninterrupted, INTERRUPTED)
     before = uninterrupted.collectives.num_made
@@ -172,3 +172,11 @@ def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
         made.restart_with(made.plan)
     train(made, STEPS)
     assert all(np.array_equal(a, b) for a, b in zip(state(made), state(uninterrupted), strict=True))
+
+
+def test_a_step_that_is_not_finite_decays_no_weights():
+    made = runner(CASES["weight decay"][0], x=np.full_like(X, np.nan))
+    start = [weight.numpy() for weight in made.model.trainable_variables]
+    with pytest.raises(NonFiniteError):
+        made.strategy.run(1)
+    assert all(np.array_equal(a, b) for a, b in zip(made.model.trainable_variables, start, strict=True))
