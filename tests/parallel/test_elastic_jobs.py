@@ -141,7 +141,6 @@ UPDATE = ["--optimizer", "adamw", "--weight-decay", "0.01", "--ema", "0.9", "--c
     [
         pytest.param([*ACCUMULATION, *UPDATE], id="accumulation, shares and weight decay"),
         LONG(["--sync-batchnorm", "--balance", "--balance-every", "10", *UPDATE], id="synchronized BatchNormalization"),
-        LONG(["--jit-compile"], id="XLA"),
     ],
 )
 def test_modes_change_no_update(options, tmp_path, monkeypatch):
@@ -204,6 +203,20 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     ours = weights(tmp_path / "run")
     assert relative_difference(ours, expected) < 1e-10
     assert found["steps"] == 130
+
+
+@pytest.mark.long
+def test_local_sgd_loses_nothing_of_ranks_that_leave(tmp_path):
+    events = [[30, 1, "SIGTERM", "before"], [61, 0, "SIGTERM", "before"]]
+    job = ElasticJob("1:3", tmp_path, events, "--mode", "local", "--sync-every", "8", "--steps", "100")
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 2
+    found = summary(tmp_path / "run")
+    assert found["lost_steps"] == 0
+    # Three rounds before each of them leaves, with a shorter one then; five after that, the last of them shorter.
+    assert found["averaging_rounds"] in (13, 14, 15)
+    assert found["samples"] == 3 * 1437 + 10 * GLOBAL_BATCH
 
 
 @pytest.mark.long
