@@ -86,7 +86,7 @@ class ElasticMembers:
     ):
         if not isinstance(runner.collectives, ElasticCollectives):
             raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
-        _require_supported(runner)
+        require_supported(runner)
         self._runner = runner
         self._state = state
         self._watch = watch
@@ -200,18 +200,18 @@ def make_members(
     return ElasticMembers(runner, state, watch, on_change=on_change, on_leave=on_leave)
 
 
-def _require_supported(runner: StepRunner) -> None:
+def require_supported(runner: StepRunner) -> None:
     """Raises UsageError for what a job whose ranks change cannot do."""
     config, op = runner.config, require_hooks(leaves_of(runner.model)[0]).reduction.op
+    # The size of the updates would depend on the number of ranks.
+    means_are_summed = op == "sum" and not sums_over_batch(runner.model, op, config.gradient_accumulation_steps)
     unsupported = {
         "--wait-free, in which ranks make different numbers of steps": config.local_sgd.wait_free,
         "--overlap": config.local_sgd.overlap,
         "--average-across host": config.local_sgd.average_across == "host",
         "--sync-steps-first": config.local_sgd.sync_steps_first > 0,
         "--op adasum, which needs MPI": op == "adasum",
-        "--op sum with a loss that is a mean over samples, because updates would depend on the number of ranks": op
-        == "sum"
-        and not sums_over_batch(runner.model, op, config.gradient_accumulation_steps),
+        "--op sum with a loss that is a mean over samples": means_are_summed,
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
         raise UsageError(f"elastic jobs do not support {found[0]}. Leave it out, or use launch/run --restarts.")

@@ -14,9 +14,10 @@ from hvdtrain.data import Arrays
 from hvdtrain.distributed.gradient_reduction import single_rank_reducer
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.errors import NonFiniteError
+from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.shutdown import is_secondary
+from hvdtrain.training.members import require_supported
 from hvdtrain.training.step_runner import StepRunner
 from hvdtrain.training.strategies.strategy import Place
 
@@ -92,7 +93,7 @@ class TwoOptimizers(keras.Sequential):
         return {"loss": self._loss_tracker.result()}
 
 
-def runner(make_optimizer, model_class=keras.Sequential, x=X, **options) -> StepRunner:
+def runner(make_optimizer, model_class=keras.Sequential, x=X, starts=True, **options) -> StepRunner:
     keras.utils.set_random_seed(3)
     dense = layers.Dense(8, activation="tanh")
     model = model_class([layers.Input((6,)), dense, layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(4)])
@@ -105,8 +106,9 @@ def runner(make_optimizer, model_class=keras.Sequential, x=X, **options) -> Step
         collectives=(collectives := Interruptible()),
         job_watch=JobWatch(collectives),
     )
-    made.start()
-    made.keep_snapshot()
+    if starts:
+        made.start()
+        made.keep_snapshot()
     return made
 
 
@@ -180,3 +182,24 @@ def test_a_step_that_is_not_finite_decays_no_weights():
     with pytest.raises(NonFiniteError):
         made.strategy.run(1)
     assert all(np.array_equal(a, b) for a, b in zip(made.model.trainable_variables, start, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "refused"),
+    [
+        ("average", {"mode": "local", "overlap": True}, "--overlap"),
+        ("average", {"mode": "local", "sync_steps_first": 3}, "--sync-steps-first"),
+        ("sum", {}, "--op sum with a loss that is a mean over samples"),
+        ("average", {"mode": "local"}, None),
+        ("average", {}, None),
+    ],
+)
+def test_what_elastic_jobs_cannot_do_is_refused(op, options, refused):
+    made = runner(
+        lambda: hvdtrain.DistributedOptimizer(ADAM(0.01), op=op, collectives=Interruptible()), starts=False, **options
+    )
+    if refused is None:
+        require_supported(made)
+        return
+    with pytest.raises(UsageError, match=rf"elastic jobs do not support {refused}"):
+        require_supported(made)
