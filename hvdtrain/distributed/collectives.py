@@ -34,6 +34,9 @@ class Collectives(Protocol):
     def may_change(self) -> bool:
         """Whether other ranks may train together later: those of an elastic job."""
 
+    def num_ranks(self) -> int | tf.Tensor:
+        """The number of ranks when a compiled step runs: a tensor if it may change."""
+
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Each array summed over ranks; shapes and dtypes must be the same on every rank."""
 

@@ -97,8 +97,11 @@ class ElasticCollectives(HorovodCollectives):
 
         return reduce_all_or_nothing
 
-    def _num_ranks(self) -> tf.Tensor:
+    def num_ranks(self) -> tf.Tensor:
         return self._hvd.size_op()
+
+    def _own_rank(self) -> tf.Tensor:
+        return self._hvd.rank_op()
 
 
 class _Socket(NamedTuple):

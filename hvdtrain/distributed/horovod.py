@@ -261,9 +261,12 @@ class HorovodCollectives:
         self._num_reducers += 1
         return f"hvdtrain_gradients_{self._num_reducers}"
 
-    def _num_ranks(self) -> int | tf.Tensor:
-        """The number of ranks, when a compiled step runs."""
+    def num_ranks(self) -> int | tf.Tensor:
         return self.size
+
+    def _own_rank(self) -> int | tf.Tensor:
+        """This rank's number, when a compiled step runs."""
+        return self.rank
 
     def _gather_slices(self, own: tf.IndexedSlices, averages: bool, name: str) -> tf.IndexedSlices:
         """The mean or the sum over ranks of a sparse gradient; each row once."""
@@ -273,7 +276,7 @@ class HorovodCollectives:
             tf.cast(own.values, tf.float32) if is_bfloat16 else own.values, name=f"{name}_values", **self._call_options
         )
         rows = self._hvd.allgather(own.indices, name=f"{name}_indices", **self._call_options)
-        values = tf.cast(values, own.values.dtype) / tf.cast(self._num_ranks() if averages else 1, own.values.dtype)
+        values = tf.cast(values, own.values.dtype) / tf.cast(self.num_ranks() if averages else 1, own.values.dtype)
         return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
 
     def _adasum_reducer(self, compressor: Any) -> GradientReducer:
@@ -296,7 +299,7 @@ class HorovodCollectives:
         return reduce
 
     def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
-        hvd, rank, size, call_options = self._hvd, self.rank, self.size, self._call_options
+        hvd, size, call_options = self._hvd, None if self.may_change else self.size, self._call_options
 
         @tf.custom_gradient
         def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -307,7 +310,7 @@ class HorovodCollectives:
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 # Every rank's loss depends on this rank's row.
-                return self._allreduce(upstream, hvd.Sum, f"{name}_gradient")[rank]
+                return self._allreduce(upstream, hvd.Sum, f"{name}_gradient")[self._own_rank()]
 
             return tf.cast(rows, own.dtype), gradient
 

@@ -33,6 +33,9 @@ class SingleProcessCollectives:
     def reduces(self) -> bool:
         return self.size > 1
 
+    def num_ranks(self) -> int:
+        return self.size
+
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.array(array) for array in arrays]
 

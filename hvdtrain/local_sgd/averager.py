@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed import replica_consistency, runtime
@@ -17,25 +16,16 @@ from hvdtrain.distributed.optimizers import build_optimizer, optimizers_of
 from hvdtrain.distributed.snapshot import host_tensor
 from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd import averaged_variables
+from hvdtrain.local_sgd.anchor_update import AnchorUpdate
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.local_sgd.facts import FINISHED, LOSS, SAMPLES, STEPS, no_facts, split_facts, with_facts
 from hvdtrain.local_sgd.finite_values import are_finite, non_finite_error, non_finite_paths
-from hvdtrain.local_sgd.flat_variables import FlatVariables
+from hvdtrain.local_sgd.flat_variables import FlatVariables, arrays
 from hvdtrain.local_sgd.outer_optimizer import Flats, make_outer_optimizer
+from hvdtrain.local_sgd.pending_average import PendingAverage
 from hvdtrain.local_sgd.sync_interval import SyncInterval
 from hvdtrain.optim.hook_state import gradient_hooks
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
-
-
-@dataclasses.dataclass
-class _PendingAverage:
-    """The average of a round whose allreduce has started, not yet merged."""
-
-    sent: Flats
-    """This rank's values when the allreduce started."""
-    totals: BackgroundTask[Flats] | ImmediateTask[Flats]
-    """Sums over all ranks: displacements times samples, and the facts."""
-    steps_since: int = 0
 
 
 class ParameterAverager:
@@ -89,13 +79,13 @@ class ParameterAverager:
         trained = averaged_variables.trained(model)
         self._flats = FlatVariables(trained, followed)
         self._variables = trained + followed
-        self._outer = make_outer_optimizer(config)
+        self._anchor_update = AnchorUpdate(make_outer_optimizer(config), num_trained=self._flats.ends[0])
         self._interval = SyncInterval(config)
         self._anchor: Flats | None = None
         self._velocity: Flats = ()
-        self._pending: _PendingAverage | None = None
+        self._pending: PendingAverage | None = None
         self._closing: BackgroundTask[Flats] | None = None
-        self._samples = self._steps = 0
+        self._samples = self._steps = self._missed_steps = 0
         self._loss = 0.0
         self.rounds = 0
         """Averages merged so far."""
@@ -155,9 +145,7 @@ class ParameterAverager:
         Returns:
             Whether a round has ended.
         """
-        self._samples += samples
-        self._steps += steps
-        self._loss += loss
+        self.record(samples, steps, loss)
         if self._pending is not None:
             self._pending.steps_since += steps
             if not self._deterministic and self._pending.totals.is_done:
@@ -168,6 +156,12 @@ class ParameterAverager:
             return False
         self._end_round()
         return True
+
+    def record(self, samples: int, steps: int, loss: float) -> None:
+        """Records local steps, and averages nothing."""
+        self._samples += samples
+        self._steps += steps
+        self._loss += loss
 
     def _step_wait_free(self, stop: bool) -> bool:
         if self._closing is None and (stop or self._steps >= self.every):
@@ -204,15 +198,25 @@ class ParameterAverager:
             return
         assert self._anchor is not None
         own = [(variable, host_tensor(variable)) for variable in self._variables]
+        try:
+            self._assign_averaged(self._anchor)
+        except BaseException:
+            for variable, value in own:
+                variable.assign(value)
+            raise
+        with replica_consistency.restored(own):
+            yield
+
+    def _assign_averaged(self, anchor: Flats) -> None:
         facts = pending_facts = no_facts()
         # One tensor at a time: the averaged model is all that is needed at once.
-        for i, start in enumerate(self._anchor):
+        for i, start in enumerate(anchor):
             now, velocity = self._flats.read_one(i), self._velocity[i : i + 1]
             if self._pending is not None:
                 total = self._pending.totals.result()[i]
                 if i == 0:
                     total, pending_facts = split_facts(total)
-                start, velocity = self._moved_one(i, total, pending_facts, start, velocity)
+                start, velocity = self._anchor_update.one(i, total, pending_facts, start, velocity)
                 now = start + (now - self._pending.sent[i]) if self._pending.steps_since else start
             message = self._samples * (now - start)
             if i == 0:
@@ -220,9 +224,7 @@ class ParameterAverager:
             (total,) = self._collectives.sum_tensors([message], f"hvdtrain_view_{i}")
             if i == 0:
                 total, facts = split_facts(total)
-            self._flats.assign_one(i, self._moved_one(i, total, facts, start, velocity)[0])
-        with replica_consistency.restored(own):
-            yield
+            self._flats.assign_one(i, self._anchor_update.one(i, total, facts, start, velocity)[0])
 
     def summary(self) -> dict[str, Any]:
         """The fields of ``summary.json`` about averaging."""
@@ -240,8 +242,8 @@ class ParameterAverager:
     def state(self) -> dict[str, Any]:
         """The state to save in a checkpoint that is common to all ranks."""
         return {
-            "anchor": None if self._anchor is None else _arrays(self._anchor),
-            "velocity": _arrays(self._velocity),
+            "anchor": None if self._anchor is None else arrays(self._anchor),
+            "velocity": arrays(self._velocity),
             "period": self._interval.state(),
             "rounds": self.rounds,
             "total_steps": self.total_steps,
@@ -261,8 +263,8 @@ class ParameterAverager:
             "pending": None
             if pending is None
             else {
-                "sent": _arrays(pending.sent),
-                "totals": _arrays(pending.totals.result()),
+                "sent": arrays(pending.sent),
+                "totals": arrays(pending.totals.result()),
                 "steps_since": pending.steps_since,
             },
         }
@@ -287,7 +289,26 @@ class ParameterAverager:
         if (pending := rank_state["pending"]) is not None:
             totals = [tf.constant(each) for each in pending["totals"]]
             sent = [tf.constant(each) for each in pending["sent"]]
-            self._pending = _PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
+            self._pending = PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
+
+    # For the ranks of an elastic job.
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The number of completed rounds, and of the steps in the current one."""
+        return self.rounds, self._steps
+
+    def end_round(self, *, only_if_due: bool = False) -> None:
+        """Averages what ranks have learnt so far. All ranks must call it, at the same step."""
+        if self._steps >= (self.every if only_if_due else 1):
+            self._end_round()
+
+    def start_round(self, state: Mapping[str, Any], *, missed_steps: int) -> None:
+        """Starts with the last average of another rank, in a round in which it has made so many steps already."""
+        mine = {**self.rank_state(), "samples": 0, "steps": missed_steps, "loss": 0.0, "pending": None}
+        self.restore(state, mine)
+        self._missed_steps = missed_steps
+        self._flats.assign(self._anchor)
 
     # Internals of a round.
 
@@ -307,15 +328,16 @@ class ParameterAverager:
         self._require_own_finite(sent)
         message = self._message(sent, self._anchor, finished)
         self.bytes_reduced += sum(each.shape.num_elements() * each.dtype.size for each in message)
-        self._samples = self._steps = 0
-        self._loss = 0.0
 
         def reduce() -> Flats:
             return self._collectives.sum_tensors(message, "hvdtrain_average")
 
-        self._pending = _PendingAverage(
+        self._pending = PendingAverage(
             sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
         )
+        # Not before: if a rank of an elastic job is lost meanwhile, the others average these steps again without it.
+        self._samples = self._steps = self._missed_steps = 0
+        self._loss = 0.0
 
     def _message(self, values: Flats, anchor: Flats, finished: bool) -> list[tf.Tensor]:
         """This rank's contribution: displacements times samples, and the facts."""
@@ -323,51 +345,26 @@ class ParameterAverager:
         return [self._with_facts(message[0], finished), *message[1:]]
 
     def _with_facts(self, first: tf.Tensor, finished: bool) -> tf.Tensor:
-        return with_facts(first, samples=self._samples, steps=self._steps, loss=self._loss, finished=finished)
-
-    def _moved(self, totals: Flats, anchor: Flats, velocity: Flats) -> tuple[Flats, Flats, np.ndarray]:
-        """The next anchor and velocity computed from the sums over ranks, and the facts."""
-        first, facts = split_facts(totals[0])
-        pairs = enumerate(zip([first, *totals[1:]], anchor, strict=True))
-        moved = [self._moved_one(i, total, facts, start, velocity[i : i + 1]) for i, (total, start) in pairs]
-        return [start for start, _ in moved], [each for _, own in moved for each in own], facts
-
-    def _moved_one(
-        self, i: int, total: tf.Tensor, facts: np.ndarray, start: tf.Tensor, velocity: Flats
-    ) -> tuple[tf.Tensor, Flats]:
-        """One tensor of the next anchor, and its velocity, a sequence of at most one tensor."""
-        if facts[SAMPLES] <= 0:
-            return start, velocity
-        mean = total / tf.cast(facts[SAMPLES], total.dtype)
-        if i >= self._flats.ends[0]:
-            return start + mean, ()
-        (move,), velocity = self._outer.move([mean], velocity)
-        return start + move, velocity
-
-    def _merged(self, pending: _PendingAverage) -> tuple[Flats, Flats, Flats, np.ndarray]:
-        """Anchor, velocity, this rank's values and the facts after merging an average; waits for it if necessary."""
-        assert self._anchor is not None
-        anchor, velocity, facts = self._moved(pending.totals.result(), self._anchor, self._velocity)
-        values = anchor
-        if pending.steps_since:
-            values = [a + (now - sent) for a, now, sent in zip(anchor, self._flats.read(), pending.sent, strict=True)]
-        return anchor, velocity, values, facts
+        steps = self._steps - self._missed_steps
+        return with_facts(first, samples=self._samples, steps=steps, loss=self._loss, finished=finished)
 
     def _merge(self) -> None:
         """Merges the pending average; steps made since it was sent are kept."""
         assert self._pending is not None
-        totals = self._pending.totals
+        assert self._anchor is not None
+        pending, totals = self._pending, self._pending.totals
         began_s = time.perf_counter()
         totals.result()
         self._waited_s += totals.duration_s if isinstance(totals, ImmediateTask) else time.perf_counter() - began_s
         self._reducing_s += totals.duration_s
         self._require_finite(totals.result())
-        self._anchor, self._velocity, values, facts = self._merged(self._pending)
-        self._flats.assign(values)
+        anchor, self._velocity, facts = self._anchor_update.all(totals.result(), self._anchor, self._velocity)
+        since = zip(anchor, self._flats.read(), pending.sent, strict=True) if pending.steps_since else ()
+        self._flats.assign([a + (now - sent) for a, now, sent in since] or anchor)
+        self._anchor, self._pending = anchor, None
         self.rounds += 1
-        self.total_staleness_steps += self._pending.steps_since
-        self.max_staleness_steps = max(self.max_staleness_steps, self._pending.steps_since)
-        self._pending = None
+        self.total_staleness_steps += pending.steps_since
+        self.max_staleness_steps = max(self.max_staleness_steps, pending.steps_since)
         self.total_steps += round(facts[STEPS])
         self.total_samples += round(facts[SAMPLES])
         self._num_finished = round(facts[FINISHED])
@@ -394,7 +391,3 @@ class ParameterAverager:
         if self._config.in_background and self._num_finished < self._collectives.size:
             return False  # Another rank may not have merged it yet.
         return self._anchor is not None and self._steps == 0
-
-
-def _arrays(tensors: Flats) -> list[np.ndarray]:
-    return [np.asarray(each) for each in tensors]  # each.numpy() copies

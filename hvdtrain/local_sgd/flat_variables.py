@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 _BUCKET_BYTES = 32 << 20
@@ -56,6 +57,11 @@ class FlatVariables:
     def _assign(self, flats: Sequence[tf.Tensor]) -> None:
         for i, flat in enumerate(flats):
             self.assign_one(i, flat)
+
+
+def arrays(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
+    """The values of flat tensors as read-only arrays, without copying them."""
+    return [np.asarray(each) for each in tensors]  # each.numpy() copies
 
 
 def _bytes(variables: Sequence[keras.Variable], wire: tf.DType) -> int:

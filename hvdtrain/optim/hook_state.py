@@ -59,6 +59,8 @@ class GradientHooks:
     """Whether the momentum of the EMA rises to its final value."""
     variables: Sequence[keras.Variable] = ()
     """The variables whose gradients are being applied."""
+    checked: Sequence[tf.Tensor] = ()
+    """While a step is traced: one of its reduced gradients, which exists if the step may be made."""
     num_reductions: int = 0
     """Number of traced reductions."""
 

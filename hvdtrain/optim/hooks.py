@@ -34,6 +34,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import (
     Gradient,
     reduced_but_local,
+    values_of,
     without_left_out_samples,
 )
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves_of, optimizers_of
@@ -42,6 +43,7 @@ from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update
 from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.fused_sgd import fused_update_step
 from hvdtrain.optim.global_loss import LossScope, loss_over_ranks, loss_scope, losses_over_ranks, require_one_number
+from hvdtrain.optim.guarded_updates import unless_skipped, when_checked
 from hvdtrain.optim.hook_state import (
     GradientHooks,
     InstalledHooks,
@@ -83,7 +85,7 @@ def synchronize_batch_normalization(
     ]
     for i, layer in enumerate(layers):
         layer.synchronized = True
-        if collectives.size > 1:
+        if collectives.reduces:
             layer._moments = moments_over_ranks(layer, f"hvdtrain_batchnorm_{i}", collectives, sample_weight)
     return len(layers)
 
@@ -113,7 +115,9 @@ def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
     """The sum over ranks of a regularization loss is the loss times their number."""
     total = _aggregate_additional_loss_here(self, loss)
     scope = loss_scope()
-    return total / scope.collectives.size if scope is not None and scope.sums_gradients else total
+    if scope is None or not scope.sums_gradients:
+        return total
+    return total / tf.cast(scope.collectives.num_ranks(), total.dtype)
 
 
 def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor | None:
@@ -360,16 +364,18 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
             reduced = hooks.reduce(gradients)
         else:
             reduced = without_left_out_samples(hooks.reduce([*gradients, hooks.step_weight()]))
-        return clip(reduced.gradients if hooks.monitor is None else hooks.monitor(reduced, hooks.variables))
+        checked = reduced.gradients if hooks.monitor is None else hooks.monitor(reduced, hooks.variables)
+        hooks.checked = [values_of(each) for each in checked[:1]]
+        return clip(checked)
 
     def ramp_and_update_ema(trainable_variables: Sequence[keras.Variable]) -> None:
         with ramped_momentum(optimizer) if hooks.ema_ramp else contextlib.nullcontext():
-            _unless_skipped(update_ema, hooks)(trainable_variables)
+            unless_skipped(update_ema, hooks)(trainable_variables)
 
     optimizer.apply = apply_and_check
     optimizer._clip_gradients = reduce_then_clip
-    optimizer._apply_weight_decay = _unless_skipped(optimizer._apply_weight_decay, hooks)
-    optimizer._backend_update_step = _unless_skipped(optimizer._backend_update_step, hooks)
+    optimizer._apply_weight_decay = when_checked(unless_skipped(optimizer._apply_weight_decay, hooks), hooks)
+    optimizer._backend_update_step = when_checked(unless_skipped(optimizer._backend_update_step, hooks), hooks)
     optimizer.update_step = fused_update_step(optimizer)
     optimizer._update_model_variables_moving_average = ramp_and_update_ema
     installed_hooks(optimizer).gradient = hooks
@@ -387,13 +393,3 @@ def overwriting_once_per_step(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         restore()
-
-
-def _unless_skipped(action: Callable[..., None], hooks: GradientHooks) -> Callable[..., None]:
-    def run(*arguments: Any) -> None:
-        if hooks.applies is None:
-            action(*arguments)
-        else:
-            keras.ops.cond(hooks.applies.read_value(), lambda: action(*arguments), lambda: None)
-
-    return run

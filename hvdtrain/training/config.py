@@ -129,11 +129,6 @@ class StepConfig(Config):
                 "--balance and --shares divide the samples of a step that all ranks make together. Received: --mode "
                 "local, in which each rank makes steps of its own. Use --wait-free, or leave --mode local out."
             )
-        if self.global_batch_size is not None and self.mode == "local":
-            raise UsageError(
-                "--global-batch-size is divided among ranks that make a step together. Received: --mode local. Use "
-                "--batch-size."
-            )
         if self.balancing.balance and self.jit_compile:
             raise UsageError(
                 "--balance changes batch sizes, and XLA compiles each of them again. Received: --jit-compile. Leave "

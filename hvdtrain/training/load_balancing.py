@@ -9,6 +9,7 @@ from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.sample_plan import split_batch
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices
+from hvdtrain.system.terminal import report
 from hvdtrain.training.config import BalanceConfig
 from hvdtrain.training.step_times import TimeShares
 
@@ -38,18 +39,20 @@ class LoadBalancer:
 
     Args:
         feed: this rank's micro-batches, whose plan is changed.
+        ranks_may_change: those of an elastic job; a newcomer is alone until it joins the others.
     """
 
-    def __init__(self, config: BalanceConfig, feed: TrainingFeed, times: TimeShares):
+    def __init__(self, config: BalanceConfig, feed: TrainingFeed, times: TimeShares, *, ranks_may_change: bool = False):
         self._config = config
         self._feed = feed
         self._times = times
+        self._ranks_may_change = ranks_may_change
         self._num_changes = 0
         if config.balance and devices.is_deterministic():
             raise UsageError("--balance measures time. Received: deterministic mode. Use --shares, or leave one out.")
         plan = feed.plan
-        self._most = config.max_batch_size or 2 * plan.batch_size
-        if config.rank_shares is not None:
+        self._has_shares = config.rank_shares is not None and not (ranks_may_change and plan.size == 1)
+        if config.rank_shares is not None and self._has_shares:
             if len(config.rank_shares) != plan.size:
                 raise UsageError(
                     f"--shares must have a number for each rank. Received: {config.shares} for {plan.size} rank(s)"
@@ -75,11 +78,25 @@ class LoadBalancer:
         if not seconds.size:
             return
         before = self.rank_batch_sizes
-        sizes = rebalanced(before, np.median(seconds, axis=1).tolist(), self._most)
+        sizes = rebalanced(before, np.median(seconds, axis=1).tolist(), self._max_batch_size)
         if sizes != before:
             self._num_changes += 1
             self._feed.set_rank_batch_sizes(sizes)
             self._feed.start(micro_batch)
+
+    @property
+    def _max_batch_size(self) -> int:
+        plan = self._feed.plan
+        equal_share = -(-plan.micro_batch_size // plan.size)
+        limit = self._config.max_batch_size or 2 * equal_share
+        # An elastic job may have too few ranks for the limit.
+        return max(limit, equal_share) if self._ranks_may_change else limit
+
+    def restart(self, rank: int) -> None:
+        """Divides samples equally: others train together from now on, who may be other ranks than before."""
+        if self._has_shares and rank == 0:
+            report(0, "--shares was for the ranks before; from now on, samples are divided equally")
+        self._has_shares = False
 
     def gauges(self) -> dict[str, float]:
         """What a log line says of the assignment."""

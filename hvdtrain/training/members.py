@@ -2,12 +2,10 @@
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
-
-import keras
+from typing import Any, Protocol
 
 from hvdtrain.distributed.elastic import ElasticCollectives
-from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -18,8 +16,10 @@ from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.optim.hook_state import model_hooks
+from hvdtrain.training.losses import sums_over_batch
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan
+from hvdtrain.training.strategies.strategy import Place
 
 
 class Members(Protocol):
@@ -66,15 +66,6 @@ class FixedMembers:
         return {}
 
 
-class _Place(NamedTuple):
-    """How far a member has come: the furthest one's state is everybody's."""
-
-    has_state: bool
-    step: int
-    is_between_calls: bool
-    is_logged: bool
-
-
 class ElasticMembers:
     """The members of an elastic job, which change while it trains.
 
@@ -94,7 +85,7 @@ class ElasticMembers:
     ):
         if not isinstance(runner.collectives, ElasticCollectives):
             raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
-        _require_supported(runner)
+        require_supported(runner)
         self._runner = runner
         self._state = state
         self._watch = watch
@@ -104,12 +95,14 @@ class ElasticMembers:
         self._on_leave = on_leave
         self.is_newcomer = self._coordinator.must_warm_up
         self._has_state = not self._coordinator.must_warm_up
+        self._num_ranks = runner.collectives.size
         self._history: list[dict[str, float]] = []
         """The changes since the job began: those that this process has not seen are another rank's."""
 
     def prepare(self) -> None:
         """A newcomer compiles its step alone, by making one; then it joins the others."""
-        self._runner.keep_snapshot()
+        if not self._runner.strategy.ranks_are_independent:
+            self._runner.keep_snapshot()
         for hooks in model_hooks(self._runner.model):
             # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
             hooks.equal_start = EqualStart(SingleProcessCollectives())
@@ -124,6 +117,8 @@ class ElasticMembers:
 
     def pause_if_due(self) -> None:
         if self._coordinator.must_hold:
+            if not self._coordinator.is_cut:
+                self._runner.strategy.end_round()
             raise MembershipChange
 
     def is_over(self, error: Exception) -> bool:
@@ -144,32 +139,30 @@ class ElasticMembers:
         progress.reduced_steps += runner.train_step.steps_made - progress.step
         progress.step = runner.train_step.steps_made
         epoch = progress.epoch, progress.is_in_epoch
-        own = _Place(self._has_state, progress.step, progress.is_between_calls, progress.is_logged)
-        places = [_Place(*each) for each in collectives.allgather(tuple(own))]
+        strategy = runner.strategy
+        rounds, steps_in_round = strategy.position
+        is_done = progress.is_between_calls, progress.is_logged
+        own = Place(self._has_state, rounds, progress.step, *is_done, steps_in_round)
+        places = [Place(*each) for each in collectives.allgather(tuple(own))]
         source = places.index(max(places))
         if not places[source].has_state:
             raise HvdtrainError(
                 "the state of the run was lost with the ranks that had it. Restart the job to resume it."
             )
         is_source = collectives.rank == source
-        own_state = (self._state.common(), self._history) if is_source else None
-        state, self._history = collectives.allgather(own_state)[source]
-        if any(place[:2] != places[source][:2] for place in places):
-            # Until all of it has arrived, this rank's state is neither the old one nor the new one.
-            self._has_state = is_source
-            collectives.broadcast([each.value for each in self._shared_variables()], root_rank=source)
+        shared = (self._state.common(), self._num_ranks, self._history) if is_source else None
+        state, num_ranks, self._history = collectives.allgather(shared)[source]
+        # Until all of it has arrived, a state that is taken over is neither the old one nor the new one.
+        self._has_state = is_source or strategy.keeps_own(own, places[source])
+        strategy.take_over(places, source, num_ranks - sum(place.has_state for place in places))
         if not is_source:
             self._state.apply_common(state)
-            runner.times.restore(progress.step)
         if self.is_newcomer or epoch != (progress.epoch, progress.is_in_epoch):
             runner.model.reset_metrics()
         self.is_newcomer, self._has_state = False, True
         end_checks()
         runner.restart_with(sample_plan(runner.source, runner.config, collectives))
-
-    def _shared_variables(self) -> list[Any]:
-        model = self._runner.model
-        return [*model.weights, *optimizer_variables(model)]
+        self._num_ranks = collectives.size
 
     def summary(self) -> dict[str, Any]:
         pause_seconds = sum(change["pause_seconds"] for change in self._history)
@@ -190,19 +183,18 @@ def make_members(
     return ElasticMembers(runner, state, watch, on_change=on_change, on_leave=on_leave)
 
 
-def _require_supported(runner: StepRunner) -> None:
-    """Raises UsageError for what a step that is interrupted, and repeated by other ranks, cannot contain yet."""
-    config, optimizer = runner.config, runner.model.optimizer
+def require_supported(runner: StepRunner) -> None:
+    """Raises UsageError for what a job whose ranks change cannot do."""
+    config, op = runner.config, require_hooks(leaves_of(runner.model)[0]).reduction.op
+    # The size of the updates would depend on the number of ranks.
+    means_are_summed = op == "sum" and not sums_over_batch(runner.model, op, config.gradient_accumulation_steps)
     unsupported = {
-        "--mode local": config.mode == "local",
-        "--gradient-accumulation-steps": config.gradient_accumulation_steps > 1,
-        "--sync-batchnorm": runner.num_synchronized > 0,
-        "--jit-compile": config.jit_compile,
-        "--balance or --shares": config.balancing.is_active,
-        "--bad-samples": config.guards.bad_samples > 0,
-        "--op sum or adasum": require_hooks(leaves_of(runner.model)[0]).reduction.op != "average",
-        "a loss scale, as of --mixed-precision float16": isinstance(optimizer, keras.optimizers.LossScaleOptimizer),
-        "a model with several optimizers": len(leaves_of(runner.model)) > 1,
+        "--wait-free, in which ranks make different numbers of steps": config.local_sgd.wait_free,
+        "--overlap": config.local_sgd.overlap,
+        "--average-across host": config.local_sgd.average_across == "host",
+        "--sync-steps-first": config.local_sgd.sync_steps_first > 0,
+        "--op adasum, which needs MPI": op == "adasum",
+        "--op sum with a loss that is a mean over samples": means_are_summed,
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
         raise UsageError(f"elastic jobs do not support {found[0]}. Leave it out, or use launch/run --restarts.")

@@ -17,7 +17,11 @@ class RunState:
     def save(self, checkpointer: Checkpointer, *, wait: bool) -> None:
         """All ranks must call it; see :meth:`~hvdtrain.Checkpointer.save`."""
         runner = self._runner
-        state = {**self.common(), "skipped_steps": runner.total(runner.monitor.skipped_steps())}
+        state = {
+            **self.common(),
+            "strategy": runner.strategy.state(),
+            "skipped_steps": runner.total(runner.monitor.skipped_steps()),
+        }
         rank_state = {
             "bad_samples": runner.quota.places,
             "steps": runner.train_step.steps_made,
@@ -34,12 +38,11 @@ class RunState:
         )
 
     def common(self) -> dict[str, Any]:
-        """What all ranks have in common, besides their model; of this rank alone."""
+        """What all ranks have in common, besides their model and the strategy's part; of this rank alone."""
         runner = self._runner
         return {
             "progress": runner.progress.state(),
             "callbacks": self._callbacks.state(),
-            "strategy": runner.strategy.state(),
             "balancing": runner.balancer.state(),
         }
 

@@ -77,7 +77,9 @@ class StepRunner:
         self.feed = TrainingFeed(source, plan, self.quota)
         self.times = StepTimes(config.gradient_accumulation_steps)
         self.time_shares = TimeShares(self.times, collectives, network.host_name())
-        self.balancer = LoadBalancer(config.balancing, self.feed, self.time_shares)
+        self.balancer = LoadBalancer(
+            config.balancing, self.feed, self.time_shares, ranks_may_change=collectives.may_change
+        )
         _require_samples(model, self.feed.element_spec)
         build_by_tracing(model, self.feed.element_spec)
         accumulation = config.gradient_accumulation_steps
@@ -114,7 +116,7 @@ class StepRunner:
         if config.jit_compile:
             require_compilable(self.num_synchronized)
         self.strategy = make_strategy(
-            StrategyContext(model, self.plan, self.progress, self.train_step, collectives, job_watch),
+            StrategyContext(model, lambda: self.plan, self.progress, self.train_step, collectives, job_watch),
             config,
             total_steps=total_steps or _UNLIMITED_STEPS,
             num_synchronized=self.num_synchronized,
@@ -143,7 +145,7 @@ class StepRunner:
 
     def keep_snapshot(self) -> None:
         """From now on, a step that is interrupted can be undone; call it when the metrics are built."""
-        self.train_step.snapshot = StepSnapshot(self.model, self.times.current_step)
+        self.train_step.snapshot = StepSnapshot(self.model, self.times)
 
     def undo_interrupted_step(self) -> None:
         """Restores what an interrupted step has changed, so that it can be repeated."""
@@ -155,6 +157,7 @@ class StepRunner:
         self.feed.plan = plan
         self.feed.start(self.train_step.steps_made * self.config.gradient_accumulation_steps)
         self.time_shares.restart()
+        self.balancer.restart(self.collectives.rank)
 
     def build_metrics(self, *, required: bool) -> None:
         """Creates the variables of the model's metrics.

@@ -1,38 +1,51 @@
 """What a step changes before its gradients are reduced, so that a step can be repeated with other ranks."""
 
-from collections.abc import Callable
-
 import keras
 import tensorflow as tf
 
-from hvdtrain.distributed.optimizers import leaves_of
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables, optimizers_of
 from hvdtrain.distributed.replica_consistency import random_streams
+from hvdtrain.training.step_times import StepTimes
 
 
 class StepSnapshot:
-    """Copies of the variables that the forward pass of a step changes, and of the counters that do not wait for it.
+    """Copies of the variables that an interrupted step may have changed, from the start of the step.
 
-    Weights, slot variables and the EMA need none: they are updated when all gradients are reduced, or not at all.
+    Keras' own ``train_step`` with one optimizer updates weights, slot variables and the EMA when all gradients are
+    reduced, or not at all: these need no copy. Several optimizers, or those of a user's own ``train_step``, update them
+    one after the other: everything is copied.
 
     Args:
         model: built, with its metrics.
-        step: returns the number of the current step; called in the compiled step.
+        times: counts the steps.
     """
 
-    def __init__(self, model: keras.Model, step: Callable[[], tf.Tensor]):
-        weights = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
-        counters = [optimizer._iterations for optimizer in leaves_of(model)]
-        everything = [*weights, *model.metrics_variables, *random_streams(model), *counters]
+    def __init__(self, model: keras.Model, times: StepTimes):
+        leaves = leaves_of(model)
+        if len(leaves) > 1 or type(model).train_step is not keras.Model.train_step:
+            changed = [*model.weights, *optimizer_variables(model)]
+        else:
+            changed = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+            changed += [leaves[0]._iterations, *getattr(leaves[0], "_accumulated_gradients", [])]
+            # The loss scale and its counter.
+            changed += [v for each in optimizers_of(model) if each is not leaves[0] for v in each._variables]
+        everything = [*changed, *model.metrics_variables, *random_streams(model)]
         variables = list({id(variable): variable for variable in everything}.values())
         self._copies = [(variable.value, tf.Variable(variable.value, trainable=False)) for variable in variables]
-        self._step_now = step
+        self._times = times
         self._step = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def take(self) -> None:
-        """Call it at the start of each step, in the compiled step."""
+        """Call it at the start of each micro-batch, in the compiled step."""
+        if self._times.micro_batches_per_step == 1:
+            self._copy()
+        else:
+            keras.ops.cond(self._times.begins_step(), self._copy, lambda: None)
+
+    def _copy(self) -> None:
         for variable, copy in self._copies:
             copy.assign(variable)
-        self._step.assign(self._step_now())
+        self._step.assign(self._times.current_step())
 
     def undo(self, next_step: int) -> None:
         """Restores the variables if this step was interrupted; call it outside of the compiled step.

@@ -111,6 +111,10 @@ class TrainStep:
         """Number of complete steps that this rank has made."""
         return self._times.micro_batches // self._micro_batches_per_step
 
+    def skip_to(self, step: int) -> None:
+        """Continues to count from this step, which other ranks have made."""
+        self._times.restore(step)
+
     def sample_weight(self) -> tf.Tensor | None:
         """While a step is traced: the weight of this rank's micro-batch; None if all have the same."""
         return self._sample_weight
@@ -190,9 +194,10 @@ class TrainStep:
         # the batch, and would otherwise get ahead of the other ranks'.
         with tf.control_dependencies(tf.nest.flatten((data, sample_weight), expand_composites=True)):
             self._train_on_batch(data, sample_weight)
-            # A step that raises must not be counted: count after one of its updates.
-            smallest = min(self._model.trainable_variables, key=lambda v: v.value.shape.num_elements(), default=None)
-            with tf.control_dependencies([] if smallest is None else [smallest.value.read_value()]):
+            # A step that raises must not be counted: count after an update by each optimizer.
+            updated = [hooks.variables for hooks in model_hooks(self._model) if hooks.variables]
+            smallest = [min(each, key=lambda variable: variable.value.shape.num_elements()) for each in updated]
+            with tf.control_dependencies([variable.value.read_value() for variable in smallest]):
                 self._times.end_micro_batch()
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:

@@ -9,7 +9,7 @@ import pytest
 from keras import layers
 from models import NUM_CLASSES, relative_difference, values
 from stopped_runs import StopAt, assert_same_results, make_run, results_of, stopped
-from trainers import make_trainer
+from trainers import make_trainer, train_config
 from trainings import (
     COLLECTIVES,
     GLOBAL_BATCH,
@@ -29,8 +29,11 @@ from trainings import (
 from hvdtrain import ParameterAverager
 from hvdtrain.data import Arrays
 from hvdtrain.errors import JobError, UsageError
+from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.local_sgd import averager as averager_module
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
+from hvdtrain.training.step_runner import StepRunner
+from hvdtrain.training.strategies.strategy import Place
 from hvdtrain.training.train_step import TrainStep
 
 
@@ -311,3 +314,116 @@ def test_skipped_steps_are_counted_over_all_ranks_also_after_resuming(folder, wa
     assert COLLECTIVES.allgather(summary["skipped_steps"]) == [3] * SIZE  # one in each epoch
     numbers = [text.partition(" ")[0] for _, text in warnings.received]
     assert numbers == ["1", "2", "3"]
+
+
+class Member:
+    """A rank of an elastic job in local mode, with an average every 4 steps."""
+
+    def __init__(self, steps: int = 0, make_model=tanh_model):
+        self.model = compiled(make_model, keras.optimizers.SGD(0.1, momentum=0.9))
+        config = train_config(mode="local", sync_every=4, batch_size=GLOBAL_BATCH // SIZE, steps=STEPS, seed=5)
+        self.runner = StepRunner(
+            self.model, Arrays(X, Y), config, collectives=COLLECTIVES, job_watch=JobWatch(COLLECTIVES)
+        )
+        self.runner.start()
+        self.train(steps)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.runner.strategy.run(1)
+
+    def settle(self, *, has_state: bool = True, num_lost: int = 1) -> None:
+        """What an elastic job does with its members when they have changed."""
+        rounds, steps_in_round = self.runner.strategy.position
+        own = Place(has_state, rounds, self.runner.train_step.steps_made, True, True, steps_in_round)
+        places = COLLECTIVES.allgather(own)
+        self.runner.strategy.take_over(places, places.index(max(places)), num_lost)
+
+    def assert_equals(self, other: "Member") -> None:
+        assert self.runner.train_step.steps_made == other.runner.train_step.steps_made
+        assert self.runner.strategy.position == other.runner.strategy.position
+        ours, theirs = values(self.model.weights), values(other.model.weights)
+        assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def failing(monkeypatch, *, fails: bool, after: int = 0) -> None:
+    """On some ranks, the allreduce of an average is completed by the others only."""
+    reduce, made = COLLECTIVES.sum_tensors, []
+
+    def reduce_and_fail(*arguments):
+        totals = reduce(*arguments)
+        made.append(totals)
+        if fails and len(made) > after:
+            raise RuntimeError("Horovod")
+        return totals
+
+    monkeypatch.setattr(COLLECTIVES, "sum_tensors", reduce_and_fail)
+
+
+def test_a_member_catches_up_on_its_own_samples():
+    member = Member(steps=1 if RANK else 3)
+    member.settle()
+    member.assert_equals(Member(steps=3))
+    assert member.runner.strategy.summary()["lost_steps"] == 3
+
+
+def test_a_member_that_missed_an_average_takes_it_over(monkeypatch):
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0)
+        member = Member(steps=3)
+        if RANK == 0:
+            with pytest.raises(RuntimeError):
+                member.train(1)
+        else:
+            member.train(3)
+    member.settle()
+    member.assert_equals(Member(steps=6))
+    assert member.runner.strategy.summary()["lost_steps"] == 2
+
+
+def test_an_average_that_no_member_received_is_repeated(monkeypatch):
+    with monkeypatch.context() as patch:
+        failing(patch, fails=True)
+        member = Member(steps=3)
+        with pytest.raises(RuntimeError):
+            member.train(1)
+    member.settle()
+    member.assert_equals(Member(steps=4))
+    assert member.runner.strategy.summary()["lost_steps"] == 4
+
+
+def test_a_view_of_the_averaged_model_that_fails_leaves_the_weights_of_a_rank(monkeypatch):
+    member = Member(steps=2, make_model=batchnorm_model)
+    before = values(member.model.weights)
+    with monkeypatch.context() as patch:
+        failing(patch, fails=True, after=1)  # The first of two tensors is assigned already.
+        with pytest.raises(RuntimeError), member.runner.strategy.synchronized():
+            pass
+    assert all(np.array_equal(a, b) for a, b in zip(values(member.model.weights), before, strict=True))
+
+
+def test_a_newcomer_starts_at_the_last_average():
+    member = Member(steps=4)
+    average = values(member.model.weights)
+    if RANK == 0:
+        member.train(1)
+        member.model.set_weights([weight + 1 for weight in average])
+        member.model.optimizer.iterations.assign(0)
+    else:
+        member.train(2)
+    member.settle(has_state=RANK > 0, num_lost=0)
+    if RANK == 0:
+        assert all(np.array_equal(a, b) for a, b in zip(values(member.model.weights), average, strict=True))
+    assert member.runner.train_step.steps_made == member.model.optimizer.iterations == 6
+    member.runner.restart_with(member.runner.plan)
+    assert member.runner.strategy.position == (1, 2)
+    member.train(1)
+    member.runner.train_step.run(1)
+    steps = 2 if RANK == 0 else 4
+    samples = member.runner.plan.own_samples(8 - steps, steps)
+    moved = [(now - start) * samples for now, start in zip(values(member.model.weights), average, strict=True)]
+    *totals, num_samples = COLLECTIVES.sum([*moved, np.array(float(samples))])
+    assert member.runner.strategy._average(1)
+    expected = [start + total / num_samples for start, total in zip(average, totals, strict=True)]
+    assert relative_difference(values(member.model.weights), expected) < 1e-5
+    assert equal_on_all_ranks(values(member.model.weights))

@@ -1,9 +1,11 @@
 """A task for elastic jobs: in double precision, smooth, and with processes that send themselves signals.
 
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
-``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once; while its
-rank has not joined yet, the steps before it are slow. With ``connect`` and ``settle`` instead, the first number is how
-often this process has connected to other ranks, or settled with them; with ``build`` and ``end``, it is 1.
+``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once, and is
+noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow.
+With ``connect`` and ``settle`` instead, the first number is how often this process has connected to other ranks, or
+settled with them; with ``build`` and ``end``, it is 1.
+``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 """
 
@@ -20,6 +22,7 @@ from keras import layers
 import hvdtrain
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.elastic import ElasticCollectives
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.tasks import digits
 from hvdtrain.training.members import ElasticMembers
 
@@ -52,7 +55,7 @@ def events_at(step: int, where: str) -> None:
                 os.close(os.open(f"{path}.{i}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
-            Path(f"{path}.{i}").write_text(str(time.time()))
+            Path(f"{path}.{i}").write_text(f"{time.time()} {runtime.collectives().size}")
             os.kill(os.getpid(), getattr(signal, name))
 
 
@@ -80,14 +83,17 @@ class Events(layers.Layer):
     def call(self, x, training=False):
         if not training:
             return x
-        # The step is that which is being made.
-        steps = MODELS[0].optimizer.iterations.value
+        leaf = leaves_of(MODELS[0])[0]
+        micro_batches = leaf._iterations.value
 
-        def happen(step):
-            events_at(int(step) + 1, "within")
-            return step
+        def happen(micro_batches):
+            # The step is that which is being made; in its last micro-batch.
+            step, left = divmod(int(micro_batches) + 1, leaf.gradient_accumulation_steps or 1)
+            if left == 0:
+                events_at(step, "within")
+            return micro_batches
 
-        with tf.control_dependencies([tf.numpy_function(happen, [steps], steps.dtype)]):
+        with tf.control_dependencies([tf.numpy_function(happen, [micro_batches], micro_batches.dtype)]):
             return tf.identity(x)
 
 
@@ -120,7 +126,7 @@ def model(data: hvdtrain.data.Data) -> keras.Model:
             layers.Input((8, 8, 1)),
             layers.Flatten(),
             layers.Dense(32, activation="tanh"),
-            layers.BatchNormalization(momentum=0.5, trainable=False),
+            layers.BatchNormalization(momentum=0.5, trainable="HVDTRAIN_TEST_BATCHNORM" in os.environ),
             Events(),
             layers.Dense(10),
         ]

@@ -17,7 +17,7 @@ JOBS = {
     ("fit", 2): 44,
     ("metrics", 2): 35,
     ("resume", 2): 15,
-    ("local_sgd", 2): 25,
+    ("local_sgd", 2): 30,
     ("averager", 2): 13,
     ("subsets", 4): 13,
     ("balancing", 2): 8,

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, summary, train_alone
-from launcher import ROOT, TESTS, Finished, Job
+from launcher import LONG, ROOT, TESTS, Finished, Job
+
+from hvdtrain.data.sample_plan import SamplePlan, split_batch
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +53,29 @@ def end(job: Job, timeout_s: float = 120) -> Finished:
         return ended
     finally:
         job.kill()
+
+
+def weights_in_order(folder: Path) -> list[np.ndarray]:
+    import keras
+
+    return keras.saving.load_model(folder / "model.keras", compile=False).get_weights()
+
+
+def relative_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+    return max(np.abs(a - b).max() / max(1e-12, np.abs(b).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture
+def _task_can_be_imported():
+    sys.path.insert(0, str(TESTS))
+    import elastic_task  # its layer is in the saved models
+
+    yield elastic_task
+    sys.path.remove(str(TESTS))
+    import keras
+
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
 
 
 def test_ranks_that_are_lost_leave_and_return_change_no_update(one_process, tmp_path):
@@ -109,6 +134,93 @@ def test_ranks_that_are_lost_before_the_first_step_and_after_the_last(tmp_path):
     assert job.happened() == 2
     assert ended.output.count("before the first step or after the last: all start again") == 2
     assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60))
+
+
+ACCUMULATION = ["--gradient-accumulation-steps", "3", "--global-batch-size", "16", "--shares", "2,1,1"]
+UPDATE = ["--optimizer", "adamw", "--weight-decay", "0.01", "--ema", "0.9", "--clip-norm", "0.5"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([*ACCUMULATION, *UPDATE], id="accumulation, shares and weight decay"),
+        LONG(["--sync-batchnorm", "--balance", "--balance-every", "10", *UPDATE], id="synchronized BatchNormalization"),
+    ],
+)
+def test_modes_change_no_update(options, tmp_path, monkeypatch):
+    if "--sync-batchnorm" in options:
+        monkeypatch.setenv("HVDTRAIN_TEST_BATCHNORM", "1")
+    alone = [each for each in options if each not in ("--balance", "--balance-every", "10", "--shares", "2,1,1")]
+    batch = [] if "--global-batch-size" in options else ["--batch-size", str(GLOBAL_BATCH)]
+    line = [*TRAIN, *alone, *batch, "--steps", "140", "--run-dir", str(tmp_path / "one")]
+    one = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert one.returncode == 0, one.stderr
+    events = [[30, 0, "SIGKILL", "before"], [60, 1, "SIGKILL", "within"], [120, 1, "SIGTERM", "before"]]
+    job = ElasticJob("1:3", tmp_path / "job", events, *options, steps=140)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    assert ended.output.count("--shares was for the ranks before") == ("--shares" in options)
+    assert_equal_runs(tmp_path / "job" / "run", tmp_path / "one")
+
+
+def one_process_without(lost: set[tuple[int, int, int]], steps: int, learning_rate: float) -> list[np.ndarray]:
+    """The weights after SGD on all samples except those of the lost ``(step, rank, number of ranks)``."""
+    import elastic_task
+    import keras
+
+    keras.utils.set_random_seed(0)
+    data = elastic_task.TASK.read_data(None)
+    model = elastic_task.TASK.make_model(data)
+    model.compile(keras.optimizers.SGD(learning_rate), elastic_task.TASK.loss())
+    x, y = data.training.x, data.training.y
+    for step in range(1, steps + 1):
+        numbers = plan(0, 1, len(x)).numbers(step - 1)
+        for at, rank, size in lost:
+            if at == step:
+                numbers = np.setdiff1d(numbers, plan(rank, size, len(x)).numbers(step - 1))
+        model.train_on_batch(x[numbers], y[numbers])
+    return model.get_weights()
+
+
+def plan(rank: int, size: int, num_samples: int) -> SamplePlan:
+    sizes = split_batch(GLOBAL_BATCH, [1] * size, GLOBAL_BATCH)
+    return SamplePlan(num_samples=num_samples, batch_size=1, rank=rank, size=size, rank_batch_sizes=sizes)
+
+
+@pytest.mark.usefixtures("_task_can_be_imported")
+def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
+    """With an average after each step, plain SGD equals one process without the samples of lost ranks' last steps."""
+    events = [[40, 2, "SIGKILL", "within"], [60, 0, "SIGKILL", "within"], [120, 1, "SIGTERM", "before"]]
+    options = ["--mode", "local", "--sync-every", "1", "--optimizer", "sgd", "--learning-rate", "0.1"]
+    job = ElasticJob("1:3", tmp_path, events, *options, "--checkpoint-every", "50", steps=130)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    lines = [line for line in ended.output.splitlines() if "local step(s) of 1 rank(s)" in line]
+    found = summary(tmp_path / "run")
+    # A rank is lost in a step that the others may complete without it, or not have begun.
+    assert found["lost_steps"] == len(lines) <= 2
+    happened = [(tmp_path / f"events.json.{i}").read_text().split()[1] for i in (0, 1)]
+    lost = [(at, rank, int(size)) for (at, rank, *_), size in zip(events, happened, strict=False)]
+    expected = one_process_without({each for each in lost if f"before step {each[0] + 1}:" in ended.output}, 130, 0.1)
+    ours = weights_in_order(tmp_path / "run")
+    assert relative_difference(ours, expected) < 1e-10
+    assert found["steps"] == 130
+
+
+@pytest.mark.long
+def test_local_sgd_loses_nothing_of_ranks_that_leave(tmp_path):
+    events = [[30, 1, "SIGTERM", "before"], [61, 0, "SIGTERM", "before"]]
+    job = ElasticJob("1:3", tmp_path, events, "--mode", "local", "--sync-every", "8", steps=100)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 2
+    found = summary(tmp_path / "run")
+    assert found["lost_steps"] == 0
+    # Three rounds before each of them leaves, with a shorter one then; five after that, the last of them shorter.
+    assert found["averaging_rounds"] in (13, 14, 15)
+    assert found["samples"] == 3 * 1437 + 10 * GLOBAL_BATCH
 
 
 @pytest.mark.long

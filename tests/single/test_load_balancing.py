@@ -13,7 +13,9 @@ from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.training.load_balancing import rebalanced
+from hvdtrain.training.config import BalanceConfig
+from hvdtrain.training.load_balancing import LoadBalancer, rebalanced
+from hvdtrain.training.step_times import StepTimes, TimeShares
 
 
 @given(
@@ -36,6 +38,35 @@ def test_fixed_shares():
     assert split_batch(8, [1, 0], 8) == (8, 0)
     with pytest.raises(UsageError, match=r"from 1 to 3 samples of a micro-batch\. Received: 8 samples for 2 ranks"):
         split_batch(8, [1, 1], 3)
+
+
+def balancer(size: int, *, ranks_may_change: bool, **options) -> LoadBalancer:
+    sizes = split_batch(48, [1] * size, 48)
+    plan = SamplePlan(num_samples=100, batch_size=16, size=size, rank_batch_sizes=sizes)
+    feed = TrainingFeed(Arrays(np.zeros((100, 1))), plan, BadSampleQuota(0, SingleProcessCollectives()))
+    times = TimeShares(StepTimes(1), SingleProcessCollectives(), "a")
+    return LoadBalancer(BalanceConfig(**options), feed, times, ranks_may_change=ranks_may_change)
+
+
+def test_shares_hold_until_the_ranks_change(capfd):
+    made = balancer(3, ranks_may_change=True, shares="2,1,1")
+    assert made.rank_batch_sizes == (24, 12, 12)
+    made.restart(0)
+    made.restart(0)
+    assert capfd.readouterr().err.count("--shares was for the ranks before") == 1
+    # A newcomer is alone until it joins.
+    assert balancer(1, ranks_may_change=True, shares="2,1,1").rank_batch_sizes == (48,)
+    for size, may_change in ((1, False), (2, True)):
+        with pytest.raises(UsageError, match=rf"--shares must have a number for each rank\. .* for {size} rank"):
+            balancer(size, ranks_may_change=may_change, shares="2,1,1")
+
+
+@pytest.mark.parametrize("options", [{}, {"max_batch_size": 20}])
+def test_fewer_ranks_than_the_limit_needs_share_the_batch_all_the_same(options):
+    made = balancer(2, ranks_may_change=True, balance=True, **options)
+    made._times.all_steps = [np.full((2, 5, 3), [[[0.0, 1.0, 0.0]], [[0.0, 2.0, 0.0]]])]
+    made.update(0)
+    assert made.rank_batch_sizes == ((24, 24) if options else (32, 16))
 
 
 def seconds_of(sizes, per_sample, overhead) -> list[float]:

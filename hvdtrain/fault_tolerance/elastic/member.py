@@ -127,6 +127,12 @@ class CoordinatorLink(threading.Thread):
         with self._changed:
             return self._is_cut or not self._stops
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the current generation is over, because a member was lost."""
+        with self._changed:
+            return self._is_cut
+
     def is_ready(self) -> None:
         """Reports that this process could train at once."""
         self._send({"kind": "ready"})

@@ -1,21 +1,23 @@
 """Local SGD: each rank makes steps of its own, and parameters are averaged periodically."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables, optimizers_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.snapshot import host_tensor
 from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd.averager import ParameterAverager
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.optim.distributed_optimizer import set_collectives
 from hvdtrain.system import devices
+from hvdtrain.system.terminal import report
 from hvdtrain.training.metrics import LossOfSteps
-from hvdtrain.training.strategies.strategy import StrategyContext
+from hvdtrain.training.strategies.strategy import Place, StrategyContext
 
 
 class LocalStrategy:
@@ -42,6 +44,8 @@ class LocalStrategy:
             deterministic=devices.is_deterministic(),
             starts=False,
         )
+        self._own_collectives = SingleProcessCollectives(self._collectives.rank)
+        self._lost_steps = 0
         self._losses = LossOfSteps(self._model) if config.sync_schedule == "adacomm" else None
 
     def start(self) -> None:
@@ -62,7 +66,7 @@ class LocalStrategy:
                     f"{self._collectives.size} ranks on one host. Use --mode sync, or --average-across rank."
                 )
             return on_host
-        return SingleProcessCollectives(self._collectives.rank)
+        return self._own_collectives
 
     def run(self, max_steps: int) -> None:
         if self._config.wait_free:
@@ -95,9 +99,13 @@ class LocalStrategy:
 
     def _average(self, steps: int) -> bool:
         """Passes steps to the averager; returns whether a round has ended."""
-        samples = self._plan.own_samples(self._train_step.steps_made - steps, steps)
-        loss = 0.0 if self._losses is None else steps * self._losses.mean()
+        samples, loss = self._results_of(steps)
         return self._averager.step(samples, steps=steps, loss=loss, stop=self._job_watch.stop_requested)
+
+    def _results_of(self, steps: int) -> tuple[int, float]:
+        """Number of samples of the last steps, and the sum of their losses if it is needed."""
+        samples = self._plan().own_samples(self._train_step.steps_made - steps, steps)
+        return samples, 0.0 if self._losses is None else steps * self._losses.mean()
 
     def synchronized(self) -> AbstractContextManager[None]:
         return self._averager.averaged()
@@ -114,6 +122,57 @@ class LocalStrategy:
         self.compare_replicas()
 
     @property
+    def position(self) -> tuple[int, int]:
+        return self._averager.position
+
+    def end_round(self) -> None:
+        self._averager.end_round()
+
+    def keeps_own(self, place: Place, furthest: Place) -> bool:
+        return place.has_state
+
+    def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
+        rank, furthest = self._collectives.rank, places[source]
+        self._own_collectives.rank = rank
+        if not all(place.has_state for place in places):
+            self._share_variables(places[rank], source)
+        if any(place[:2] != furthest[:2] for place in places):
+            self._share_average(places[rank], furthest, source)
+        # The assignment of samples is still that of the ranks of before: each trains on all that was assigned to it.
+        while (behind := furthest.step - self._train_step.steps_made) > 0:
+            steps = min(behind, self._train_step.max_steps)
+            self._make_steps(steps)
+            samples, loss = self._results_of(steps)
+            self._averager.record(samples, steps, loss)
+        if lost := num_lost * furthest.steps_in_round:
+            self._lost_steps += lost
+            if rank == 0:
+                where = f"before step {furthest.step + 1}: those since the last average"
+                report(0, f"lost {lost} local step(s) of {num_lost} rank(s) {where}")
+        self._averager.end_round(only_if_due=True)
+
+    def _share_variables(self, own: Place, source: int) -> None:
+        """Replaces the variables of newcomers, including what each rank has of its own, such as slots."""
+        variables = [*self._model.weights, *optimizer_variables(self._model)]
+        kept = [(each, host_tensor(each)) for each in variables] if own.has_state else []
+        try:
+            self._collectives.broadcast([each.value for each in variables], root_rank=source)
+        finally:
+            for variable, value in kept:
+                variable.assign(value)
+
+    def _share_average(self, own: Place, furthest: Place, source: int) -> None:
+        """Replaces the replicas of newcomers, and of ranks that miss the last average, by that."""
+        is_source = self._collectives.rank == source
+        state = self._collectives.allgather(self.state() if is_source else None)[source]
+        if not own.has_state:
+            self._lost_steps = state["lost_steps"]
+            self._averager.start_round(state, missed_steps=furthest.steps_in_round)
+            self._train_step.skip_to(furthest.step)
+        elif own.rounds < furthest.rounds:
+            self._averager.start_round(state, missed_steps=0)
+
+    @property
     def averaged(self) -> Averaged | None:
         return self._averager.averaged
 
@@ -122,10 +181,10 @@ class LocalStrategy:
         return self._averager.bytes_reduced
 
     def summary(self) -> dict[str, Any]:
-        return self._averager.summary()
+        return {**self._averager.summary(), "lost_steps": self._lost_steps}
 
     def state(self) -> dict[str, Any]:
-        return self._averager.state()
+        return {**self._averager.state(), "lost_steps": self._lost_steps}
 
     def rank_state(self) -> dict[str, Any]:
         return self._averager.rank_state()
@@ -133,3 +192,4 @@ class LocalStrategy:
     def restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
         assert state is not None
         self._averager.restore(state, rank_state)
+        self._lost_steps = state.get("lost_steps", 0)  # An older checkpoint has none.

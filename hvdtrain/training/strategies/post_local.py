@@ -1,12 +1,13 @@
 """Post-local SGD (Lin et al., arXiv:1808.07217): synchronous training first, then local SGD."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.strategies.local import LocalStrategy
+from hvdtrain.training.strategies.strategy import Place
 from hvdtrain.training.strategies.sync import SyncStrategy
 
 
@@ -64,6 +65,19 @@ class PostLocalStrategy:
 
     def summary(self) -> dict[str, Any]:
         return self._then.summary()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self._current.position
+
+    def end_round(self) -> None:
+        self._current.end_round()
+
+    def keeps_own(self, place: Place, furthest: Place) -> bool:
+        return self._current.keeps_own(place, furthest)
+
+    def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
+        self._current.take_over(places, source, num_lost)
 
     def state(self) -> dict[str, Any]:
         return self._then.state()

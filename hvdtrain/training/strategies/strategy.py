@@ -1,9 +1,9 @@
 """What a strategy is: how the ranks of a run train together."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 
@@ -20,11 +20,25 @@ class StrategyContext:
     """What a strategy works on."""
 
     model: keras.Model
-    plan: SamplePlan
+    plan: Callable[[], SamplePlan]
+    """Returns the current assignment of samples, which changes with the ranks of an elastic job."""
     progress: Progress
     train_step: TrainStep
     collectives: Collectives
     job_watch: JobWatch
+
+
+class Place(NamedTuple):
+    """How far a member of an elastic job has come; the order of these is that of members."""
+
+    has_state: bool
+    rounds: int
+    """Completed averages of parameters; 0 in sync mode."""
+    step: int
+    is_between_calls: bool
+    is_logged: bool
+    steps_in_round: int
+    """Steps since the last average; 0 in sync mode."""
 
 
 class Strategy(Protocol):
@@ -64,6 +78,25 @@ class Strategy(Protocol):
 
     def summary(self) -> dict[str, Any]:
         """The strategy's part of a run's ``summary.json``."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The number of completed averages of parameters, and of steps since the last one."""
+
+    def end_round(self) -> None:
+        """Averages now what ranks learnt since the last average: some leave. All ranks must call it."""
+
+    def keeps_own(self, place: Place, furthest: Place) -> bool:
+        """Whether the state of a member of an elastic job stays complete even if :meth:`take_over` fails halfway."""
+
+    def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
+        """Continues with the replica of the member that has come furthest. All ranks must call it.
+
+        Args:
+            places: those of all ranks.
+            source: the rank that has come furthest.
+            num_lost: the number of ranks that are not here any more.
+        """
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of all ranks together."""

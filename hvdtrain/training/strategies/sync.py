@@ -1,14 +1,14 @@
 """Synchronous training: gradients are averaged at every step, so that replicas are equal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.distributed import replica_consistency
-from hvdtrain.distributed.optimizers import optimizers_of
+from hvdtrain.distributed.optimizers import optimizer_variables, optimizers_of
 from hvdtrain.optim.distributed_optimizer import gradient_bytes
-from hvdtrain.training.strategies.strategy import StrategyContext
+from hvdtrain.training.strategies.strategy import Place, StrategyContext
 
 
 class SyncStrategy:
@@ -53,6 +53,22 @@ class SyncStrategy:
 
     def summary(self) -> dict[str, Any]:
         return {"averaging_rounds": 0}
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return 0, 0
+
+    def end_round(self) -> None:
+        """Nothing to do: each step is averaged."""
+
+    def keeps_own(self, place: Place, furthest: Place) -> bool:
+        return (place.has_state, place.step) == (furthest.has_state, furthest.step)
+
+    def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
+        if not all(self.keeps_own(place, places[source]) for place in places):
+            variables = [*self._model.weights, *optimizer_variables(self._model)]
+            self._collectives.broadcast([each.value for each in variables], root_rank=source)
+        self._train_step.skip_to(places[source].step)
 
     def state(self) -> dict[str, Any] | None:
         return None

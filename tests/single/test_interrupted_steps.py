@@ -1,0 +1,205 @@
+"""A step of an elastic job that is interrupted in one of its reductions and repeated changes nothing."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from trainers import train_config
+
+import hvdtrain
+from hvdtrain.data import Arrays
+from hvdtrain.distributed.gradient_reduction import single_rank_reducer
+from hvdtrain.distributed.optimizers import optimizer_variables
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.fault_tolerance.shutdown import is_secondary
+from hvdtrain.training.members import require_supported
+from hvdtrain.training.step_runner import StepRunner
+from hvdtrain.training.strategies.strategy import Place
+
+hvdtrain.init()
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(64, 6)).astype(np.float32), RNG.integers(4, size=64)
+STEPS, INTERRUPTED = 6, 4
+
+
+class Interruptible(SingleProcessCollectives):
+    """The collectives of one rank of an elastic job, one of which fails when its turn has come."""
+
+    may_change = True
+    reduces = True
+
+    def __init__(self):
+        super().__init__()
+        self.num_made = 0
+        self.fails_at = None
+
+    def _note(self):
+        self.num_made += 1
+        if self.num_made == self.fails_at:
+            raise RuntimeError("Horovod has lost a rank")
+        return True
+
+    def _sent(self, tensors):
+        """All tensors, or an error instead of any."""
+        with tf.control_dependencies(list(tensors)):
+            passed = tf.numpy_function(self._note, [], tf.bool)
+        with tf.control_dependencies([passed]):
+            return [tf.identity(each) for each in tensors]
+
+    def gradient_reducer(self, config):
+        reduce = single_rank_reducer(config)
+
+        def reduce_or_fail(gradients):
+            reduced = reduce(gradients)
+            return dataclasses.replace(reduced, buckets=self._sent(reduced.buckets))
+
+        return reduce_or_fail
+
+    def all_true(self, value):
+        return self._sent([value])[0]
+
+    def gather_rows(self, row, name):
+        @tf.custom_gradient
+        def gather(own):
+            return self._sent([own])[0][tf.newaxis], lambda upstream: self._sent([upstream])[0][0]
+
+        return gather(row)
+
+
+class TwoOptimizers(keras.Sequential):
+    """Trains the first layers by one optimizer and then, with other gradients, the last one by another."""
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.second = keras.optimizers.Adam(0.01)
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer, variables in (
+            (self.optimizer, self.trainable_variables[:-2]),
+            (self.second, self.trainable_variables[-2:]),
+        ):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply(tape.gradient(scaled, variables), variables)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+def runner(make_optimizer, model_class=keras.Sequential, x=X, starts=True, **options) -> StepRunner:
+    keras.utils.set_random_seed(3)
+    dense = layers.Dense(8, activation="tanh")
+    model = model_class([layers.Input((6,)), dense, layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(4)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(make_optimizer(), loss, metrics=["accuracy"])
+    made = StepRunner(
+        model,
+        Arrays(x, Y),
+        train_config(batch_size=8, steps=STEPS, **options),
+        collectives=(collectives := Interruptible()),
+        job_watch=JobWatch(collectives),
+    )
+    if starts:
+        made.start()
+        made.keep_snapshot()
+    return made
+
+
+def train(made: StepRunner, until: int) -> None:
+    while made.train_step.steps_made < until:
+        made.strategy.run(1)
+
+
+def state(made: StepRunner) -> list[np.ndarray]:
+    return [each.numpy() for each in [*made.model.variables, *optimizer_variables(made.model)]]
+
+
+ADAM = keras.optimizers.Adam
+CASES = {
+    "weight decay": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), {}),
+    "nadam": (lambda: keras.optimizers.Nadam(0.01), {}),
+    "ema": (lambda: ADAM(0.01, use_ema=True, ema_momentum=0.9), {}),
+    "accumulation": (
+        lambda: ADAM(0.01, gradient_accumulation_steps=3, use_ema=True),
+        {"gradient_accumulation_steps": 3},
+    ),
+    "loss scale": (
+        lambda: keras.optimizers.LossScaleOptimizer(ADAM(0.01), initial_scale=8.0, dynamic_growth_steps=2),
+        {},
+    ),
+    "loss scale and accumulation": (
+        lambda: keras.optimizers.LossScaleOptimizer(
+            ADAM(0.01, gradient_accumulation_steps=2), initial_scale=8.0, dynamic_growth_steps=3
+        ),
+        {"gradient_accumulation_steps": 2},
+    ),
+    "skipped steps": (lambda: ADAM(0.01), {"on_nan": "skip"}),
+    "bad samples": (lambda: ADAM(0.01), {"bad_samples": 1}),
+    "synchronized batch normalization": (lambda: ADAM(0.01), {"sync_batchnorm": True}),
+    "jit_compile": (lambda: ADAM(0.01), {"jit_compile": True}),
+    "several optimizers": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), {"model_class": TwoOptimizers}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
+    make_optimizer, options = CASES[case]
+    uninterrupted = runner(make_optimizer, **options)
+    train(uninterrupted, INTERRUPTED)
+    before = uninterrupted.collectives.num_made
+    train(uninterrupted, INTERRUPTED + 1)
+    num_collectives = uninterrupted.collectives.num_made - before
+    assert num_collectives >= 1
+    train(uninterrupted, STEPS)
+    made = runner(make_optimizer, **options)
+    train(made, INTERRUPTED)
+    for number in range(1, num_collectives + 1):
+        # The same step again and again, each time in the next of its reductions.
+        start = state(made)
+        made.collectives.fails_at = made.collectives.num_made + number
+        with pytest.raises(tf.errors.OpError) as caught:
+            made.strategy.run(1)
+        assert is_secondary(caught.value)
+        assert made.train_step.steps_made == INTERRUPTED
+        made.undo_interrupted_step()
+        assert all(np.array_equal(a, b) for a, b in zip(state(made), start, strict=True))
+        made.strategy.take_over([Place(True, 0, INTERRUPTED, True, True, 0)], 0, 0)
+        made.restart_with(made.plan)
+    train(made, STEPS)
+    assert all(np.array_equal(a, b) for a, b in zip(state(made), state(uninterrupted), strict=True))
+
+
+def test_a_step_that_is_not_finite_decays_no_weights():
+    made = runner(CASES["weight decay"][0], x=np.full_like(X, np.nan))
+    start = [weight.numpy() for weight in made.model.trainable_variables]
+    with pytest.raises(NonFiniteError):
+        made.strategy.run(1)
+    assert all(np.array_equal(a, b) for a, b in zip(made.model.trainable_variables, start, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "refused"),
+    [
+        ("average", {"mode": "local", "overlap": True}, "--overlap"),
+        ("average", {"mode": "local", "sync_steps_first": 3}, "--sync-steps-first"),
+        ("sum", {}, "--op sum with a loss that is a mean over samples"),
+        ("average", {"mode": "local"}, None),
+        ("average", {}, None),
+    ],
+)
+def test_what_elastic_jobs_cannot_do_is_refused(op, options, refused):
+    made = runner(
+        lambda: hvdtrain.DistributedOptimizer(ADAM(0.01), op=op, collectives=Interruptible()), starts=False, **options
+    )
+    if refused is None:
+        require_supported(made)
+        return
+    with pytest.raises(UsageError, match=rf"elastic jobs do not support {refused}"):
+        require_supported(made)
