@@ -63,6 +63,14 @@ class TaskConfig(CommandConfig):
             raise UsageError(
                 "--op adasum needs equal batches on all ranks. Received: --balance or --shares. Leave one of them out."
             )
+        if self.training.stragglers.is_active and (self.reduction.op, self.reduction.compression) != (
+            "average",
+            "none",
+        ):
+            raise UsageError(
+                "--quorum adds up the gradients of those ranks that are ready, as they are. Received: --op "
+                f"{self.reduction.op}, --compression {self.reduction.compression}. Leave both out."
+            )
         if self.training.mode == "local" and self.reduction.op != "average":
             raise UsageError(f"--mode local needs --op average. Received: --op {self.reduction.op}. Leave --op out.")
 

@@ -233,6 +233,8 @@ def _facts(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
 
 
 def _mode(config: RunConfig) -> str:
+    if config.training.mode == "sync" and (quorum := config.training.stragglers.quorum) is not None:
+        return f"sync: a step closes when {quorum} ranks are ready"
     if config.training.mode == "sync":
         return "sync: gradients averaged at every step"
     options = config.training.local_sgd

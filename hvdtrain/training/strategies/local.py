@@ -15,10 +15,10 @@ from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.optim.distributed_optimizer import set_collectives
 from hvdtrain.system import devices
 from hvdtrain.training.metrics import LossOfSteps
-from hvdtrain.training.strategies.strategy import StrategyContext
+from hvdtrain.training.strategies.strategy import Strategy, StrategyContext
 
 
-class LocalStrategy:
+class LocalStrategy(Strategy):
     """Trains each rank on its own samples, and averages parameters in rounds."""
 
     mode = "local"

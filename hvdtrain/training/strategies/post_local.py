@@ -7,10 +7,11 @@ from typing import Any
 from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.strategies.local import LocalStrategy
+from hvdtrain.training.strategies.strategy import Strategy
 from hvdtrain.training.strategies.sync import SyncStrategy
 
 
-class PostLocalStrategy:
+class PostLocalStrategy(Strategy):
     """Switches from one strategy to another after a number of steps.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import keras
 
 from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.job_watch import JobWatch
@@ -22,6 +23,7 @@ class StrategyContext:
     model: keras.Model
     plan: SamplePlan
     progress: Progress
+    feed: TrainingFeed
     train_step: TrainStep
     collectives: Collectives
     job_watch: JobWatch
@@ -61,6 +63,18 @@ class Strategy(Protocol):
     @property
     def bytes_reduced(self) -> int:
         """Bytes that this rank has passed to an allreduce."""
+
+    def close(self) -> None:
+        """Call it when training ends, also with an error: ends what runs in the background. By default, nothing."""
+        return
+
+    def gauges(self) -> dict[str, float]:
+        """The strategy's part of a log line; all ranks call it. By default, nothing."""
+        return {}
+
+    def warnings(self) -> list[str]:
+        """What is to be reported since the last call, the same on all ranks. By default, nothing."""
+        return []
 
     def summary(self) -> dict[str, Any]:
         """The strategy's part of a run's ``summary.json``."""

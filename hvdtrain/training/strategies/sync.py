@@ -8,10 +8,10 @@ from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.optimizers import optimizers_of
 from hvdtrain.optim.distributed_optimizer import gradient_bytes
-from hvdtrain.training.strategies.strategy import StrategyContext
+from hvdtrain.training.strategies.strategy import Strategy, StrategyContext
 
 
-class SyncStrategy:
+class SyncStrategy(Strategy):
     """Trains as one process would on all samples of a step."""
 
     mode = "sync"
