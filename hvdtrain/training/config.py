@@ -83,6 +83,8 @@ class QuorumConfig(Config):
     later step."""
     step_deadline: float | None = None
     """Seconds after which a step closes with fewer ranks than --quorum, but at least one (default: never)."""
+    step_grace: float = 0.1
+    """Once a quorum is ready, wait for ranks that still compute for this fraction of the step so far."""
     max_missed_updates: int = 16
     """Wait for a rank that has missed so many updates in a row. It keeps these in memory, each as large as the
     gradients."""
@@ -95,8 +97,9 @@ class QuorumConfig(Config):
         super().__post_init__()
         require(self, "quorum", lambda value: value >= 1, "at least 1")
         require(self, "step_deadline", lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+        require(self, "step_grace", lambda value: 0 <= value <= 10, "from 0 to 10")
         require(self, "max_missed_updates", lambda value: value >= 1, "at least 1")
-        for name in ("step_deadline", "max_missed_updates", "record", "replay"):
+        for name in ("step_deadline", "step_grace", "max_missed_updates", "record", "replay"):
             if self.quorum is None and (value := getattr(self, name)) != default_of(QuorumConfig, name):
                 raise UsageError(f"{flag_of(name)} needs --quorum. Received: {value} without it.")
 

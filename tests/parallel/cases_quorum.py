@@ -15,6 +15,7 @@ import hvdtrain
 from hvdtrain.data import Arrays
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import runtime
+from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
 from hvdtrain.training.config import QuorumConfig
 from hvdtrain.training.quorum.ledger import QuorumLedger
 
@@ -134,3 +135,187 @@ def test_updates_are_those_of_one_process_with_the_same_samples(double_precision
     assert summary["effective_batch"]["max"] == BATCH * SIZE
     assert summary["effective_batch"]["mean"] == pytest.approx(EPOCHS * len(X) / len(contributions))
     assert summary["time_saved_seconds"] > 0.1
+
+
+def trained(seed: int, *more: layers.Layer, optimizer=None, **options) -> tuple[keras.Model, dict]:
+    model = make_model(seed + RANK, *more, optimizer=optimizer)
+    return model, trainer_of(model, **options).fit()
+
+
+def noisy_layers() -> list[layers.Layer]:
+    """Layers whose state changes in each forward pass."""
+    return [layers.BatchNormalization(), layers.Dropout(0.3, seed=3)]
+
+
+@pytest.mark.parametrize("more", [[], noisy_layers], ids=["plain", "noisy"])
+def test_without_stragglers_it_is_sync_training(more):
+    """Waiting for all ranks, so that a busy machine makes no straggler."""
+    make = list if more == [] else more
+    quorum, summary = trained(100, *make(), quorum=SIZE)
+    sync, expected = trained(100, *make(), quorum=None)
+    assert summary["weights_sha256"] == expected["weights_sha256"]
+    assert summary["updates"] == summary["steps"] == expected["steps"]
+    assert summary["dropped_micro_batches"] == summary["missed_updates"] == [0] * SIZE
+    assert summary["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert summary["metrics"] == pytest.approx(expected["metrics"])
+    assert all(np.array_equal(a, b) for a, b in zip(values(quorum.weights), values(sync.weights), strict=True))
+
+
+def make_optimizer(name: str) -> keras.optimizers.Optimizer:
+    if name == "schedule and EMA":
+        rate = keras.optimizers.schedules.PiecewiseConstantDecay([5, 15], [0.02, 0.01, 0.001])
+        return keras.optimizers.SGD(rate, momentum=0.9, use_ema=True, ema_momentum=0.9)
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, clipnorm=0.2), initial_scale=2.0**12)
+
+
+def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, folder):
+    path = folder / "contributions.jsonl"
+    model, _ = trained(100, occasional_hold_ups(), optimizer=make_optimizer("schedule and EMA"), record=str(path))
+    plan = SamplePlan(num_samples=len(X), batch_size=BATCH, size=SIZE, seed=SEED)
+    ledger = QuorumLedger(plan, QuorumConfig(quorum=1))
+    expected = make_model(100, optimizer=keras.optimizers.SGD(0.02, momentum=0.9, use_ema=True, ema_momentum=0.9))
+    contributions = recorded(path)
+    schedule = make_optimizer("schedule and EMA")._learning_rate
+    for ranks, batch in zip(contributions, batches_of(contributions), strict=True):
+        expected.optimizer.learning_rate = schedule(ledger.step)
+        expected.train_on_batch(X[batch], Y[batch])
+        ledger.record(ranks)
+    expected.optimizer.finalize_variable_values(expected.trainable_variables)
+    assert relative_difference(values(model.weights), values(expected.weights)) < 1e-10
+    # The schedule follows the updates again.
+    assert float(model.optimizer.learning_rate) == float(schedule(len(contributions)))
+
+
+def test_loss_scaling_skips_an_overflow_on_all_ranks(folder):
+    path = folder / "contributions.jsonl"
+    model = make_model(100 + RANK, occasional_hold_ups(), optimizer=make_optimizer("loss scale"))
+    x = np.array(X)
+    x[17] = 1e30  # Its gradient, scaled, is not finite; so are updates with it.
+    summary = trainer_of(model, source=Arrays(x, Y), record=str(path), epochs=1, on_nan="ignore").fit()
+    assert_equal_replicas(model)
+    overflows = sum(17 in batch for batch in batches_of(recorded(path)))
+    assert summary["skipped_steps"] == overflows == 1
+    assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**11
+    assert all(np.isfinite(each).all() for each in values(model.weights))
+
+
+@pytest.mark.parametrize("rank", [0, SIZE - 1])
+def test_a_non_finite_micro_batch_is_skipped_on_all_ranks_or_stops_them(rank, folder):
+    path = folder / "contributions.jsonl"
+    x = np.array(X)
+    plan = SamplePlan(num_samples=len(X), batch_size=BATCH, rank=rank, size=SIZE, seed=SEED)
+    x[plan.numbers(4)[0]] = np.nan
+    data = Arrays(x, Y)
+    model = make_model(100 + RANK, occasional_hold_ups(), layers.BatchNormalization())
+    summary = trainer_of(model, source=data, record=str(path), on_nan="skip").fit()
+    bad = int(np.flatnonzero(np.isnan(x).any(axis=1))[0])
+    assert summary["skipped_steps"] == sum(bad in batch for batch in batches_of(recorded(path))) == EPOCHS
+    assert all(np.isfinite(each).all() for each in values(model.variables))
+    assert_equal_replicas(model)
+    with pytest.raises(NonFiniteError, match=rf"At step \d+: the loss on rank {rank} is not finite") as error:
+        trainer_of(make_model(100 + RANK), source=data).fit()
+    assert len(set(COLLECTIVES.allgather(str(error.value)))) == 1
+
+
+def test_metrics_are_those_of_each_sample_once():
+    model = make_model(100, occasional_hold_ups())
+    model.optimizer.learning_rate = 0.0
+    expected = model.evaluate(X, Y, verbose=0, return_dict=True)
+    summary = trainer_of(model, epochs=1).fit()
+    assert summary["updates"] > summary["steps"]
+    assert summary["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert summary["metrics"]["accuracy"] == pytest.approx(expected["accuracy"], rel=1e-6)
+
+
+class StopAt(keras.callbacks.Callback):
+    """Requests a stop on the last rank after a step."""
+
+    def __init__(self, step, watch, trainer):
+        super().__init__()
+        self.step, self.watch, self.trainer = step, watch, trainer
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.trainer().step == self.step and RANK == SIZE - 1:
+            self.watch.request_stop("a test")
+
+
+def test_a_replay_is_bit_identical_also_if_it_is_stopped_and_resumed(folder, watch):
+    path = str(folder / "contributions.jsonl")
+    _, first = trained(100, occasional_hold_ups(), *noisy_layers(), record=path)
+    assert first["updates"] > first["steps"]
+    # Other ranks are held up now.
+    _, again = trained(100, HoldUp({2} if RANK == 0 else ()), *noisy_layers(), replay=path)
+    assert again["weights_sha256"] == first["weights_sha256"]
+    assert again["loss"] == first["loss"]
+    assert (again["updates"], again["missed_updates"]) == (first["updates"], first["missed_updates"])
+    model = make_model(100 + RANK, HoldUp(), *noisy_layers())
+    checkpointer = hvdtrain.Checkpointer(folder / "stopped", model)
+    trainers: list[hvdtrain.Trainer] = []
+    options = {"replay": path, "record": str(folder / "again.jsonl"), "job_watch": watch}
+    stop = StopAt(9, watch, lambda: trainers[0])
+    trainers.append(trainer_of(model, checkpointer=checkpointer, callbacks=[stop], **options))
+    with pytest.raises(StoppedEarly, match="stopped at step 9"):
+        trainers[0].fit()
+    del options["job_watch"]
+    model = make_model(300 + RANK, HoldUp(), *noisy_layers())
+    summary = trainer_of(model, checkpointer=hvdtrain.Checkpointer(folder / "stopped", model), **options).fit()
+    assert summary["resumed_from"] == 9
+    assert summary["weights_sha256"] == first["weights_sha256"]
+    assert summary["loss"] == first["loss"]
+    for name in ("samples", "updates", "effective_batch", "missed_updates"):
+        assert summary[name] == first[name]
+    assert recorded(folder / "again.jsonl") == recorded(folder / "contributions.jsonl")
+
+
+class Warnings(hvdtrain.Reporter):
+    def __init__(self):
+        self.texts = []
+
+    def warned(self, step, text):
+        self.texts.append(text)
+
+
+def test_a_rank_that_is_never_ready_is_waited_for_and_named(folder):
+    path, reporter = folder / "contributions.jsonl", Warnings()
+    slow = HoldUp(always=0.03 if RANK == SIZE - 1 else 0.003)
+    model = make_model(100 + RANK, slow)
+    options = {"max_missed_updates": 3, "record": str(path), "guard_every": 1, "reporter": reporter}
+    summary = trainer_of(model, **options).fit()
+    contributed = np.array([SIZE - 1 in ranks for ranks in recorded(path)])
+    gaps = np.diff(np.flatnonzero(np.concatenate([[True], contributed, [True]])))
+    assert gaps.max() <= 4
+    assert summary["missed_updates"][-1] == (~contributed).sum() > summary["updates"] / 3
+    assert [text for text in reporter.texts if f"rank {SIZE - 1} (host " in text and "missed 3 updates" in text]
+    assert_equal_replicas(model)
+
+
+def test_a_deadline_closes_a_step_without_a_quorum():
+    slow = HoldUp(always=0.1 if RANK > 0 else 0.002)
+    model, summary = trained(100, slow, quorum=SIZE, step_deadline=0.02, steps=12)
+    assert summary["updates"] > 12
+    assert summary["effective_batch"]["min"] < BATCH * SIZE
+    assert summary["missed_updates"][0] == 0
+    assert min(summary["missed_updates"][1:]) > 0
+    assert_equal_replicas(model)
+
+
+def test_a_loss_that_counts_its_positions_is_refused():
+    model = make_model(100)
+    model.compile(keras.optimizers.Adam(), keras.losses.SparseCategoricalCrossentropy(True, ignore_class=0))
+    with pytest.raises(Exception, match="--quorum excludes losses that divide by the number of unmasked positions"):
+        trainer_of(model).fit()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"quorum": SIZE + 1}, "at most the number of ranks"), ({"sync_batchnorm": True}, "excludes --sync-batchnorm")],
+)
+def test_what_cannot_work_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        trainer_of(make_model(100, layers.BatchNormalization()), **options)
+
+
+def test_an_optimizer_that_does_not_average_is_refused():
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="fp16")
+    with pytest.raises(Exception, match="Use op='average' and compression='none'"):
+        trainer_of(make_model(100, optimizer=optimizer)).fit()

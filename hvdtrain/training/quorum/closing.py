@@ -1,7 +1,7 @@
 """When an update closes, and whose micro-batches are part of it. Pure decisions, taken on rank 0."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,8 @@ class ClosingRule:
     """How many of them suffice."""
     required: Sequence[int] = ()
     """Ranks to wait for in any case."""
+    grace: float = 0.0
+    """Once a quorum is ready, how long to wait for ranks that still compute, relative to how long it has taken."""
     deadline_s: float | None = None
     """Seconds after which one rank suffices."""
 
@@ -22,22 +24,33 @@ class ClosingRule:
         """Closes when these ranks are ready, and leaves out all others."""
         return cls(active=tuple(ranks), quorum=len(ranks), required=tuple(ranks))
 
-    def contributors(self, ready: Collection[int], elapsed_s: float) -> tuple[int, ...] | None:
-        """The ranks that contribute if the update closes now; None if it does not.
+    def contributors(self, ready: Mapping[int, float]) -> tuple[int, ...]:
+        """The ranks that contribute if the update closes now."""
+        return tuple(sorted(set(ready) & set(self.active)))
+
+    def closes_s(self, began: Mapping[int, float], ready: Mapping[int, float]) -> float | None:
+        """When the update closes if no further rank gets ready; None: never.
 
         Args:
-            ready: the ranks that have made their micro-batches.
-            elapsed_s: since the first of them began.
+            began: when ranks began to compute their micro-batches for it, in seconds of any clock.
+            ready: when ranks have made them; each of them began.
         """
-        found = tuple(sorted(set(ready) & set(self.active)))
+        found = self.contributors(ready)
         if not found or not set(self.required) <= set(found):
             return None
-        is_late = self.deadline_s is not None and elapsed_s >= self.deadline_s
-        return found if is_late or len(found) >= self.quorum else None
+        begin_s, last_s = min(began.values()), max(ready[rank] for rank in found)
+        times_s = []
+        if self.deadline_s is not None:
+            times_s.append(max(begin_s + self.deadline_s, min(ready[rank] for rank in found)))
+        if len(found) >= self.quorum:
+            quorum_s = sorted(ready[rank] for rank in found)[self.quorum - 1]
+            computing = set(began) & set(self.active) - set(found)
+            times_s.append(quorum_s + self.grace * (quorum_s - begin_s) if computing else last_s)
+        return min(times_s, default=None)
 
 
 class OpenUpdate:
-    """The update that is open, on rank 0: who is ready for it.
+    """The update that is open, on rank 0: who computes, and who is ready.
 
     Args:
         number: its number.
@@ -48,36 +61,40 @@ class OpenUpdate:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        self._ready: set[int] = set()
+        self._began: dict[int, float] = {}
+        self._ready: dict[int, float] = {}
         self._rule: ClosingRule | None = None
-        self._began_s = 0.0
 
-    def ready(self, rank: int, number: int, rule: ClosingRule, *, began_s: float) -> None:
-        """A rank has made its micro-batch; ignored if it is for an update that has closed.
+    def begin(self, rank: int, number: int, rule: ClosingRule, now_s: float) -> None:
+        """A rank begins to compute a micro-batch; ignored if it is for an update that has closed.
 
         Args:
             rule: of this update; all ranks compute the same.
-            began_s: when the rank began to compute.
         """
-        if number != self.number:
-            return
-        self._began_s = min(self._began_s, began_s) if self._ready else began_s
-        self._ready.add(rank)
-        self._rule = rule
+        if number == self.number:
+            self._began[rank] = now_s
+            self._rule = rule
+
+    def ready(self, rank: int, number: int, now_s: float) -> None:
+        """A rank has made its micro-batch; ignored if it is for an update that has closed."""
+        if number == self.number:
+            self._ready[rank] = now_s
 
     def close(self, now_s: float) -> tuple[int, ...] | None:
         """Closes the update if that is due, and opens the next; returns the contributors, or None."""
-        if self._rule is None:
+        closes_s = self._closes_s()
+        if closes_s is None or closes_s > now_s:
             return None
-        contributors = self._rule.contributors(self._ready, now_s - self._began_s)
-        if contributors is not None:
-            self.number += 1
-            self._start_afresh()
+        assert self._rule is not None
+        contributors = self._rule.contributors(self._ready)
+        self.number += 1
+        self._start_afresh()
         return contributors
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Until the deadline can close the update; None if only another rank can."""
-        if self._rule is None or self._rule.deadline_s is None:
-            return None
-        left_s = self._began_s + self._rule.deadline_s - now_s
-        return left_s if left_s > 0 else None
+        """Until the update closes if no further rank gets ready; None: it does not."""
+        closes_s = self._closes_s()
+        return None if closes_s is None else max(0.0, closes_s - now_s)
+
+    def _closes_s(self) -> float | None:
+        return None if self._rule is None else self._rule.closes_s(self._began, self._ready)

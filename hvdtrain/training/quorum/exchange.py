@@ -63,17 +63,15 @@ class GradientExchange:
             self._to_first_rank = self._connections[0]
         self._thread = BackgroundTask(self._run, "hvdtrain-quorum")
 
-    def offer(self, update: int, gradients: Buckets, rule: ClosingRule, *, seconds: float) -> None:
-        """Reports that this rank has made its micro-batch for an update.
+    def begin(self, update: int, rule: ClosingRule) -> None:
+        """Reports that this rank computes a micro-batch for an update, which closes by a rule."""
+        self._to_first_rank.send({"begins": update, **dataclasses.asdict(rule)})
 
-        Args:
-            rule: when the update closes.
-            seconds: how long it took.
-        """
+    def offer(self, update: int, gradients: Buckets) -> None:
+        """Reports that this rank has made its micro-batch for an update."""
         # The thread reads it when the update closes with this rank; until then, no other one is offered.
         self._own = gradients
-        message = {"update": update, "seconds": seconds, **dataclasses.asdict(rule)}
-        self._to_first_rank.send(message)
+        self._to_first_rank.send({"has_made": update})
 
     @property
     def has_closed(self) -> bool:
@@ -109,7 +107,7 @@ class GradientExchange:
             while (contributors := serve()) is not None:
                 closed_s = time.perf_counter()
                 own = self._own if self._collectives.rank in contributors else self._zeros
-                sums = self._collectives.sum_tensors(list(own), "hvdtrain_quorum")
+                sums = self._collectives.sum_on_this_thread(own)
                 self._closed.put(ClosedUpdate(contributors, sums, closed_s))
         except BaseException as error:
             if not self._is_closed:
@@ -122,8 +120,11 @@ class GradientExchange:
             now_s = time.monotonic()
             for rank, connection in self._connections.items():
                 for message in connection.receive():
-                    seconds, update = message.pop("seconds"), message.pop("update")
-                    self._open.ready(rank, update, ClosingRule(**message), began_s=now_s - seconds)
+                    if "begins" in message:
+                        number = message.pop("begins")
+                        self._open.begin(rank, number, ClosingRule(**message), now_s)
+                    else:
+                        self._open.ready(rank, message["has_made"], now_s)
                 if not self._is_connected(connection, rank):
                     return None
         for rank, connection in self._connections.items():

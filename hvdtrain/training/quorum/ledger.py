@@ -41,9 +41,13 @@ class QuorumLedger:
 
     @property
     def step(self) -> int:
-        """Progress in steps of a full batch: it reaches the end of an epoch when all its samples were trained on."""
-        before = self.shares.epoch * self._plan.steps_per_epoch
-        return before + min(self.shares.samples // self._plan.global_batch_size, self._plan.steps_per_epoch - 1)
+        """Progress: the end of the epoch less the steps that what is left of it would take with full batches.
+
+        An update advances it by at most 1.
+        """
+        plan = self._plan
+        left = plan.samples_per_epoch - self.shares.samples
+        return (self.shares.epoch + 1) * plan.steps_per_epoch - -(-left // plan.global_batch_size)
 
     def rule(self) -> ClosingRule:
         """When the next update closes.
@@ -62,6 +66,7 @@ class QuorumLedger:
             active=active,
             quorum=min(self._config.quorum, len(active)),
             required=[rank for rank in active if self.missed_in_a_row[rank] >= self._config.max_missed_updates],
+            grace=self._config.step_grace,
             deadline_s=self._config.step_deadline,
         )
 
