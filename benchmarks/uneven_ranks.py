@@ -43,6 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "balance": {"balancing": BalanceConfig(balance=True, balance_every=5)},
     "quorum": {"stragglers": QuorumConfig(quorum=max(1, topology.size - 1))},
+    "quorum of half": {"stragglers": QuorumConfig(quorum=max(1, topology.size // 2))},
     "local": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY)},
     "overlap": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY, overlap=True)},
     "wait-free": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY, wait_free=True)},
@@ -113,7 +114,7 @@ def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | N
     # Measured from the end of the tenth step, because the first ones compile.
     ends_s = delay.step_ends_s
     samples_per_s = BATCH_SIZE * (len(ends_s) - 10) / (ends_s[-1] - ends_s[9])
-    if mode in ("sync", "quorum"):
+    if mode in ("sync", "quorum", "quorum of half"):
         # Those that were trained on: a micro-batch that was too late is computed again.
         samples_per_s = summary["examples_per_second"] / topology.size
     return {

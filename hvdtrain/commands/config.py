@@ -88,6 +88,13 @@ class RunConfig(TaskConfig):
     make_sample_data: str | None = dataclasses.field(default=None, metadata=NOT_AN_OPTION)
     """Write small files of the task's format into this folder, which is new or empty, and exit."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.autotune and self.training.stragglers.is_active:
+            raise UsageError(
+                "--autotune tries several steps in one call, which --quorum excludes. Received: both. Leave one out."
+            )
+
 
 @Parameter(name="*", group=help_group("Run"))
 @dataclasses.dataclass(frozen=True, kw_only=True)

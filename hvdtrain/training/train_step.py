@@ -234,7 +234,9 @@ class TrainStep:
             self._loss, found, variables = gradients_of_step(
                 model, train_step, data, lambda: self._loss, option="--quorum", jit_compile=self._jit_compile
             )
-            return self._prepare_gradients(found, self._loss is not None), variables
+            prepared = self._prepare_gradients(found, self._loss is not None)
+            self._monitor.end_gradients()
+            return prepared, variables
         finally:
             self._sample_weight = self._loss = None
 
@@ -244,7 +246,8 @@ class TrainStep:
         Args:
             has_contributed: whether this rank's :meth:`gradients` are part of them.
         """
-        self._model.optimizer.apply(gradients, variables)
+        with self._monitor.update_of(has_contributed):
+            self._model.optimizer.apply(gradients, variables)
         if (applies := self._monitor.applies) is not None:
             _restore_unless(applies.read_value() | ~has_contributed, self._statistics)
         self._count()

@@ -15,6 +15,7 @@ import hvdtrain
 from hvdtrain.data import Arrays
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import runtime
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
 from hvdtrain.training.config import QuorumConfig
 from hvdtrain.training.quorum.ledger import QuorumLedger
@@ -30,7 +31,7 @@ EPOCHS = 2
 class HoldUp(layers.Layer):
     """Sleeps at some calls of a rank's forward pass, and a little at all."""
 
-    def __init__(self, calls=(), seconds=0.15, always=0.002):
+    def __init__(self, calls=(), seconds=0.2, always=0.01):
         super().__init__()
         self.calls, self.seconds, self.always = set(calls), seconds, always
         self.count = 0
@@ -77,7 +78,11 @@ def double_precision():
 
 def trainer_of(model, **options) -> hvdtrain.Trainer:
     source = options.pop("source", None) or Arrays(X, Y)
-    options = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "quorum": max(1, SIZE - 1), **options}
+    # A long grace: on a busy machine a rank may be late by more than a tenth of these short steps.
+    common = {"batch_size": BATCH, "epochs": EPOCHS, "seed": SEED, "quorum": max(1, SIZE - 1), "step_grace": 3.0}
+    options = {**common, **options}
+    if options["quorum"] is None:
+        del options["step_grace"]
     if "steps" in options:
         del options["epochs"]
     return make_trainer(model, source, log_every=1000, **options)
@@ -148,24 +153,24 @@ def noisy_layers() -> list[layers.Layer]:
 
 
 @pytest.mark.parametrize("more", [[], noisy_layers], ids=["plain", "noisy"])
-def test_without_stragglers_it_is_sync_training(more):
+def test_without_stragglers_it_is_sync_training(more, double_precision):
     """Waiting for all ranks, so that a busy machine makes no straggler."""
     make = list if more == [] else more
     quorum, summary = trained(100, *make(), quorum=SIZE)
     sync, expected = trained(100, *make(), quorum=None)
-    assert summary["weights_sha256"] == expected["weights_sha256"]
+    # The weights of an incomplete last step are rounded differently.
+    assert relative_difference(values(quorum.weights), values(sync.weights)) < 1e-12
     assert summary["updates"] == summary["steps"] == expected["steps"]
     assert summary["dropped_micro_batches"] == summary["missed_updates"] == [0] * SIZE
-    assert summary["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert summary["metrics"] == pytest.approx(expected["metrics"])
-    assert all(np.array_equal(a, b) for a, b in zip(values(quorum.weights), values(sync.weights), strict=True))
+    assert summary["loss"] == pytest.approx(expected["loss"], rel=1e-9)
+    assert summary["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
 
 
 def make_optimizer(name: str) -> keras.optimizers.Optimizer:
     if name == "schedule and EMA":
         rate = keras.optimizers.schedules.PiecewiseConstantDecay([5, 15], [0.02, 0.01, 0.001])
         return keras.optimizers.SGD(rate, momentum=0.9, use_ema=True, ema_momentum=0.9)
-    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, clipnorm=0.2), initial_scale=2.0**12)
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, clipnorm=0.2), initial_scale=2.0**127)
 
 
 def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, folder):
@@ -186,16 +191,15 @@ def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, fold
     assert float(model.optimizer.learning_rate) == float(schedule(len(contributions)))
 
 
-def test_loss_scaling_skips_an_overflow_on_all_ranks(folder):
-    path = folder / "contributions.jsonl"
+def test_loss_scaling_skips_an_overflow_on_all_ranks():
     model = make_model(100 + RANK, occasional_hold_ups(), optimizer=make_optimizer("loss scale"))
-    x = np.array(X)
-    x[17] = 1e30  # Its gradient, scaled, is not finite; so are updates with it.
-    summary = trainer_of(model, source=Arrays(x, Y), record=str(path), epochs=1, on_nan="ignore").fit()
+    # The first scales are too large for losses of this size.
+    data = Arrays(X, Y, np.full(len(X), 64.0, np.float32))
+    summary = trainer_of(model, source=data, on_nan="ignore").fit()
     assert_equal_replicas(model)
-    overflows = sum(17 in batch for batch in batches_of(recorded(path)))
-    assert summary["skipped_steps"] == overflows == 1
-    assert float(model.optimizer.dynamic_scale.numpy()) == 2.0**11
+    scale = float(model.optimizer.dynamic_scale.numpy())
+    assert summary["skipped_steps"] == 127 - np.log2(scale) >= 1
+    assert summary["updates"] - summary["skipped_steps"] == int(leaves_of(model)[0].iterations.numpy()) > 10
     assert all(np.isfinite(each).all() for each in values(model.weights))
 
 
@@ -213,7 +217,7 @@ def test_a_non_finite_micro_batch_is_skipped_on_all_ranks_or_stops_them(rank, fo
     assert all(np.isfinite(each).all() for each in values(model.variables))
     assert_equal_replicas(model)
     with pytest.raises(NonFiniteError, match=rf"At step \d+: the loss on rank {rank} is not finite") as error:
-        trainer_of(make_model(100 + RANK), source=data).fit()
+        trainer_of(make_model(100 + RANK, HoldUp()), source=data).fit()
     assert len(set(COLLECTIVES.allgather(str(error.value)))) == 1
 
 
@@ -277,9 +281,9 @@ class Warnings(hvdtrain.Reporter):
 
 def test_a_rank_that_is_never_ready_is_waited_for_and_named(folder):
     path, reporter = folder / "contributions.jsonl", Warnings()
-    slow = HoldUp(always=0.03 if RANK == SIZE - 1 else 0.003)
+    slow = HoldUp(always=0.1 if RANK == SIZE - 1 else 0.01)
     model = make_model(100 + RANK, slow)
-    options = {"max_missed_updates": 3, "record": str(path), "guard_every": 1, "reporter": reporter}
+    options = {"max_missed_updates": 3, "step_grace": 0.5, "record": str(path), "guard_every": 1, "reporter": reporter}
     summary = trainer_of(model, **options).fit()
     contributed = np.array([SIZE - 1 in ranks for ranks in recorded(path)])
     gaps = np.diff(np.flatnonzero(np.concatenate([[True], contributed, [True]])))
@@ -290,9 +294,9 @@ def test_a_rank_that_is_never_ready_is_waited_for_and_named(folder):
 
 
 def test_a_deadline_closes_a_step_without_a_quorum():
-    slow = HoldUp(always=0.1 if RANK > 0 else 0.002)
-    model, summary = trained(100, slow, quorum=SIZE, step_deadline=0.02, steps=12)
-    assert summary["updates"] > 12
+    slow = HoldUp(always=0.2 if RANK > 0 else 0.01)
+    model, summary = trained(100, slow, quorum=SIZE, step_deadline=0.03, steps=10)
+    assert summary["updates"] > 10
     assert summary["effective_batch"]["min"] < BATCH * SIZE
     assert summary["missed_updates"][0] == 0
     assert min(summary["missed_updates"][1:]) > 0
