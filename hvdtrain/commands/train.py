@@ -208,7 +208,7 @@ def _changed_options(config: RunConfig, before: Mapping[str, Any]) -> list[str]:
         *as_dict(training.balancing),
         *as_dict(config.runtime),
         *as_dict(config.job_watch),
-        *("steps", "epochs", "eval_every", "seed", "steps_per_execution", "jit_compile", "autotune"),
+        *("steps", "epochs", "eval_every", "seed", "steps_per_execution", "jit_compile", "autotune", "record"),
         *RANK_OPTIONS,
     }
     return [

@@ -191,6 +191,26 @@ def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, fold
     assert float(model.optimizer.learning_rate) == float(schedule(len(contributions)))
 
 
+def test_embeddings_are_reduced_as_dense_gradients_and_the_optimizer_reduces_again_afterwards():
+    """Each rank uses other rows."""
+    x = np.random.default_rng(0).integers(0, 50, (len(X), 4))
+
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(100 + RANK)
+        inner = [layers.Embedding(50, 8), HoldUp(), layers.Flatten(), layers.Dense(NUM_CLASSES)]
+        model = keras.Sequential([layers.Input((4,), dtype="int32"), *inner])
+        model.compile(keras.optimizers.Adam(0.01), loss())
+        return model
+
+    model, sync = make(), make()
+    options = {"source": Arrays(x.astype(np.int32), Y), "epochs": 1}
+    trainer_of(model, quorum=SIZE, **options).fit()
+    trainer_of(sync, quorum=None, **options).fit()
+    assert relative_difference(values(model.weights), values(sync.weights)) < 1e-4
+    model.train_on_batch(x[:8] + RANK, Y[:8])
+    assert_equal_replicas(model)
+
+
 def test_loss_scaling_skips_an_overflow_on_all_ranks():
     model = make_model(100 + RANK, occasional_hold_ups(), optimizer=make_optimizer("loss scale"))
     # The first scales are too large for losses of this size.

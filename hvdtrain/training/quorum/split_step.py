@@ -43,7 +43,10 @@ class SplitStep:
                 f"{hooks.reduction.op!r}, compression={hooks.reduction.compression!r}. Use op='average' and "
                 "compression='none'."
             )
+        if model.run_eagerly:
+            raise UsageError("--quorum compiles both halves of a step. Received: a model with run_eagerly=True.")
         self._groups = hooks.reduction.groups
+        self._hooks, self._reduce = hooks, hooks.reduce
         hooks.are_reduced = True
         hooks.reduce = self._as_reduced
         self._variables: Sequence[keras.Variable] = []
@@ -88,6 +91,10 @@ class SplitStep:
         with self._train_step.explained_errors():
             self._update(own, sums, tf.constant(weight, tf.float64), tf.constant(has_contributed))
 
+    def close(self) -> None:
+        """Makes the optimizer reduce its gradients itself again."""
+        self._hooks.are_reduced, self._hooks.reduce = False, self._reduce
+
     # What is traced, from here on.
 
     def _gradients(self, data: Any, weight: tf.Tensor) -> Buckets:
@@ -95,7 +102,7 @@ class SplitStep:
         found, variables = self._train_step.gradients(data, weight)
         pairs = [(each, variable) for each, variable in zip(found, variables, strict=True) if each is not None]
         self._variables = [variable for _, variable in pairs]
-        dense = [tf.convert_to_tensor(each) for each, _ in pairs]
+        dense = [tf.ensure_shape(tf.convert_to_tensor(each), variable.shape) for each, variable in pairs]
         self._layout = bucket_layout(dense, self._groups)
         return self._layout.pack(dense)
 

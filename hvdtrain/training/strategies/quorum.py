@@ -151,6 +151,8 @@ class QuorumStrategy(Strategy):
             self._exchange.close()
         if self._file is not None:
             self._file.close()
+        if self._split_step is not None:
+            self._split_step.close()
         for undo in self._undo_schedules:
             undo()
 
