@@ -182,17 +182,20 @@ def test_the_open_update_ignores_micro_batches_of_closed_ones():
 
 
 @pytest.mark.parametrize("new_size", [4, 2])
-def test_a_checkpoint_keeps_what_is_left(new_size):
+@pytest.mark.parametrize("updates", [10, 24])
+def test_a_checkpoint_keeps_what_is_left(new_size, updates):
     ledger = ledger_of(num_samples=20 * 32 + 9)
-    for _ in range(21):
+    for _ in range(updates):
         ledger.record((0, 1, 2) if ledger.updates % 5 else (0, 1, 2, 3))
     arrays: dict[str, np.ndarray] = {}
     kept = plain_values.join(plain_values.split(ledger.state(), arrays, "state"), arrays)
     restored = ledger_of(num_samples=20 * 32 + 9, size=new_size, batch_size=32 // new_size, quorum=2)
     restored.restore(kept)
-    assert (restored.step, restored.updates, restored.samples) == (ledger.step, 21, ledger.samples)
+    assert (restored.step, restored.updates, restored.samples) == (ledger.step, updates, ledger.samples)
     assert restored.shares.rest().tolist() == ledger.shares.rest().tolist()
+    assert (ledger.shares.deal > 0) == (updates == 24)
     if new_size == 4:
+        assert ledger.shares.state()["next"] != [0] * 4
         for rank in range(4):
             assert restored.shares.next_of(rank) == ledger.shares.next_of(rank)
         assert restored.missed == ledger.missed
