@@ -5,9 +5,9 @@
     launch/run mpirun -np 4 python benchmarks/uneven_ranks.py --hold-ups 0.02 --modes quorum --rates-only
 
 A layer sleeps for each sample, twice as long on the last rank; with ``--hold-ups``, all ranks are equally fast, but
-this share of their micro-batches takes a second longer. Prints the samples per second of all ranks, relative to sync
-training in the same repetition. Runs stay within one epoch, because
-in every mode ranks synchronize at its end and for evaluation. Then stops the last rank for ten seconds and prints how
+this share of their micro-batches takes a second longer (``--hold-up-s``). Prints the samples per second of all ranks,
+relative to sync training in the same repetition. Runs stay within one epoch, because in every mode ranks synchronize
+at its end and for evaluation. Then stops the last rank for ten seconds and prints how
 many steps rank 0 makes in each second. The last results are in ``benchmarks/results/uneven_ranks-*.json``;
 ``benchmarks/local_figure.py`` plots them.
 """
@@ -37,7 +37,6 @@ from hvdtrain.distributed import runtime
 from hvdtrain.tasks.loading import load_task
 
 BATCH_SIZE, EVERY = 32, 8
-HOLD_UP_S = 1.0
 EPOCH_REPEATS = 40  # of the digits: longer than a run
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -58,15 +57,25 @@ class Delay(layers.Layer):
         self._seconds_per_sample = seconds_per_sample
         self._hold_ups = hold_ups
         self._random = np.random.default_rng()
+        self._num_calls = self._held_up = 0
         self.step_ends_s: list[float] = []
         self.at_step = {}
 
     def _wait(self, x: np.ndarray) -> np.ndarray:
-        is_held_up = self._random.random() < self._hold_ups
-        time.sleep(len(x) * self._seconds_per_sample + is_held_up * HOLD_UP_S)
+        time.sleep(len(x) * self._seconds_per_sample + self._is_held_up() * arguments().hold_up_s)
         self.step_ends_s.append(time.time())
         self.at_step.pop(len(self.step_ends_s), lambda: None)()
         return x
+
+    def _is_held_up(self) -> bool:
+        """In each block of micro-batches, one at random: independent draws would differ too much between runs."""
+        if not self._hold_ups:
+            return False
+        place = self._num_calls % round(1 / self._hold_ups)
+        if place == 0:
+            self._held_up = self._random.integers(round(1 / self._hold_ups))
+        self._num_calls += 1
+        return bool(place == self._held_up)
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training:
@@ -157,7 +166,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rates-only", action="store_true", help="measure the samples per second and nothing else")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds of a micro-batch")
     parser.add_argument("--factor", type=float, default=2.0, help="how much longer the last rank takes")
-    parser.add_argument("--hold-ups", type=float, default=0.0, help="share of micro-batches that take a second longer")
+    parser.add_argument("--hold-ups", type=float, default=0.0, help="share of micro-batches that are held up")
+    parser.add_argument("--hold-up-s", type=float, default=1.0, help="seconds of a hold-up")
     return parser.parse_args()
 
 
