@@ -83,7 +83,7 @@ class QuorumConfig(Config):
     later step."""
     step_deadline: float | None = None
     """Seconds after which a step closes with fewer ranks than --quorum, but at least one (default: never)."""
-    step_grace: float = 0.1
+    step_grace: float = 0.25
     """Once a quorum is ready, wait for ranks that still compute for this fraction of the step so far."""
     max_missed_updates: int = 16
     """Wait for a rank that has missed so many updates in a row. It keeps these in memory, each as large as the
