@@ -308,7 +308,8 @@ def test_a_rank_that_is_never_ready_is_waited_for_and_named(folder):
     contributed = np.array([SIZE - 1 in ranks for ranks in recorded(path)])
     gaps = np.diff(np.flatnonzero(np.concatenate([[True], contributed, [True]])))
     assert gaps.max() <= 4
-    assert summary["missed_updates"][-1] == (~contributed).sum() > summary["updates"] / 3
+    # Updates for which it had no samples left are not missed.
+    assert summary["updates"] / 3 < summary["missed_updates"][-1] <= (~contributed).sum()
     assert [text for text in reporter.texts if f"rank {SIZE - 1} (host " in text and "missed 3 updates" in text]
     assert_equal_replicas(model)
 
