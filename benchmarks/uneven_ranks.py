@@ -1,16 +1,19 @@
-"""Throughput with a straggler: one of four ranks takes twice as long for a sample, or is stopped; in all modes.
+"""Throughput with stragglers: one of four ranks takes twice as long, or is stopped, or any is held up; in all modes.
 
     launch/run mpirun -np 4 python benchmarks/uneven_ranks.py
     launch/run horovodrun --gloo -np 4 python benchmarks/uneven_ranks.py
+    launch/run mpirun -np 4 python benchmarks/uneven_ranks.py --hold-ups 0.02 --modes quorum --rates-only
 
-A layer sleeps for each sample, twice as long on the last rank. Prints the
-samples per second of all ranks, relative to sync training in the same repetition. Runs stay within one epoch, because
-in every mode ranks synchronize at its end and for evaluation. Then stops the last rank for ten seconds and prints how
+A layer sleeps for each sample, twice as long on the last rank; with ``--hold-ups``, all ranks are equally fast, but
+this share of their micro-batches takes a second longer (``--hold-up-s``). Prints the samples per second of all ranks,
+relative to sync training in the same repetition. Runs stay within one epoch, because in every mode ranks synchronize
+at its end and for evaluation. Then stops the last rank for ten seconds and prints how
 many steps rank 0 makes in each second. The last results are in ``benchmarks/results/uneven_ranks-*.json``;
 ``benchmarks/local_figure.py`` plots them.
 """
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -28,17 +31,18 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain import BalanceConfig, LocalSGDConfig
+from hvdtrain import BalanceConfig, LocalSGDConfig, QuorumConfig
 from hvdtrain.data import Arrays, Data
 from hvdtrain.distributed import runtime
 from hvdtrain.tasks.loading import load_task
 
 BATCH_SIZE, EVERY = 32, 8
-SAMPLE_S = 0.1 / BATCH_SIZE
-EPOCH_REPEATS = 10  # of the digits: longer than a run
+EPOCH_REPEATS = 40  # of the digits: longer than a run
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "balance": {"balancing": BalanceConfig(balance=True, balance_every=5)},
+    "quorum": {"stragglers": QuorumConfig(quorum=max(1, topology.size - 1))},
+    "quorum of half": {"stragglers": QuorumConfig(quorum=max(1, topology.size // 2))},
     "local": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY)},
     "overlap": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY, overlap=True)},
     "wait-free": {"mode": "local", "local_sgd": LocalSGDConfig(sync_every=EVERY, wait_free=True)},
@@ -48,17 +52,30 @@ MODES: dict[str, dict[str, Any]] = {
 class Delay(layers.Layer):
     """Sleeps for each sample, to simulate a slower processor."""
 
-    def __init__(self, seconds_per_sample: float):
+    def __init__(self, seconds_per_sample: float, hold_ups: float):
         super().__init__()
         self._seconds_per_sample = seconds_per_sample
+        self._hold_ups = hold_ups
+        self._random = np.random.default_rng()
+        self._num_calls = self._held_up = 0
         self.step_ends_s: list[float] = []
         self.at_step = {}
 
     def _wait(self, x: np.ndarray) -> np.ndarray:
-        time.sleep(len(x) * self._seconds_per_sample)
+        time.sleep(len(x) * self._seconds_per_sample + self._is_held_up() * arguments().hold_up_s)
         self.step_ends_s.append(time.time())
         self.at_step.pop(len(self.step_ends_s), lambda: None)()
         return x
+
+    def _is_held_up(self) -> bool:
+        """In each block of micro-batches, one at random: independent draws would differ too much between runs."""
+        if not self._hold_ups:
+            return False
+        place = self._num_calls % round(1 / self._hold_ups)
+        if place == 0:
+            self._held_up = self._random.integers(round(1 / self._hold_ups))
+        self._num_calls += 1
+        return bool(place == self._held_up)
 
     def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
         if not training:
@@ -78,15 +95,19 @@ class Curve(keras.callbacks.Callback):
 
 
 def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | None = None) -> dict[str, Any]:
+    options = arguments()
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     is_slow = topology.rank == topology.size - 1
-    delay = Delay((2 if is_slow else 1) * SAMPLE_S)
+    factor = options.factor if is_slow and not options.hold_ups else 1
+    delay = Delay(factor * options.step_s / BATCH_SIZE, options.hold_ups)
     delay.at_step = dict(at_step or {})
     task = load_task("digits")
     data = task.read_data(None)
     inner = task.make_model(data)
-    model = keras.Sequential([layers.Input(inner.input_shape[1:]), delay, *inner.layers])
+    # With --hold-ups, a model so small that ranks which share cores do not slow each other down.
+    network = [layers.Flatten(), layers.Dense(10)] if options.hold_ups else inner.layers
+    model = keras.Sequential([layers.Input(inner.input_shape[1:]), delay, *network])
     model.compile(optimizer=keras.optimizers.Adam(2e-3), loss=task.make_loss())
     samples = data.training.evaluation_batches(data.training.num_samples, 0, 1, 0, frozenset())
     x, y = next(iter(samples))
@@ -103,10 +124,14 @@ def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | N
     summary = hvdtrain.Trainer(model, Data(repeated, data.evaluation), config, callbacks=[curve], reporter=None).fit()
     # Measured from the end of the tenth step, because the first ones compile.
     ends_s = delay.step_ends_s
-    num_steps = len(ends_s) - 10
+    samples_per_s = BATCH_SIZE * (len(ends_s) - 10) / (ends_s[-1] - ends_s[9])
+    if mode in ("sync", "quorum", "quorum of half"):
+        # Those that were trained on: a micro-batch that was too late is computed again.
+        samples_per_s = summary["examples_per_second"] / topology.size
     return {
         # With --balance, this rank has more or fewer: summed over ranks, this is right all the same.
-        "samples_per_s": BATCH_SIZE * num_steps / (ends_s[-1] - ends_s[9]),
+        "samples_per_s": samples_per_s,
+        "late": summary.get("dropped_micro_batches"),
         "step_ends_s": ends_s,
         "curve": [[moment - ends_s[0], loss] for moment, loss in curve.points],
         "steps": summary["steps"],
@@ -132,20 +157,27 @@ def stopped_for_ten_seconds() -> list[int]:
     return [sum(began_s + i <= each < began_s + i + 1 for each in run["step_ends_s"]) for i in range(10)]
 
 
-def main() -> None:
+@functools.cache
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rates-only", action="store_true", help="measure the samples per second and nothing else")
-    arguments = parser.parse_args()
-    modes = list(dict.fromkeys(["sync", *arguments.modes]))
+    parser.add_argument("--step-s", type=float, default=0.1, help="seconds of a micro-batch")
+    parser.add_argument("--factor", type=float, default=2.0, help="how much longer the last rank takes")
+    parser.add_argument("--hold-ups", type=float, default=0.0, help="share of micro-batches that are held up")
+    parser.add_argument("--hold-up-s", type=float, default=1.0, help="seconds of a hold-up")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    modes = list(dict.fromkeys(["sync", *options.modes]))
     rates: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(arguments.repeats):
+    for _ in range(options.repeats):
         for mode in modes:
-            rates[mode].append(
-                sum_over_ranks(train(mode, arguments.steps, eval_every=arguments.steps)["samples_per_s"])
-            )
+            rates[mode].append(sum_over_ranks(train(mode, options.steps, eval_every=options.steps)["samples_per_s"]))
     if topology.rank == 0:
         for mode, values in rates.items():
             ratios = [value / sync for value, sync in zip(values, rates["sync"], strict=True)]
@@ -153,10 +185,10 @@ def main() -> None:
                 f"{topology.launcher}, {mode}: {statistics.median(values):.0f} samples/s, "
                 f"{statistics.median(ratios):.2f}x sync ({min(ratios):.2f} to {max(ratios):.2f})"
             )
-    if arguments.rates_only:
+    if options.rates_only:
         return
     # Separate runs, because ranks synchronize for evaluation.
-    runs = {mode: [{"curve": train(mode, arguments.steps, eval_every=10)["curve"]}] for mode in modes}
+    runs = {mode: [{"curve": train(mode, options.steps, eval_every=10)["curve"]}] for mode in modes}
     counts = stopped_for_ten_seconds()
     if topology.rank != 0:
         return

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hvdtrain.optim.hooks import synchronize_batch_normalization
     from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
-    from hvdtrain.training.config import BalanceConfig, GuardConfig, TrainConfig
+    from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
     from hvdtrain.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -51,6 +51,7 @@ __all__ = [
     "MLflowReporter",
     "ParameterAverager",
     "PartialDistributedOptimizer",
+    "QuorumConfig",
     "Reporter",
     "Task",
     "TensorBoardReporter",
@@ -87,6 +88,7 @@ _MODULES = {
     "MLflowReporter": "loggers.mlflow",
     "ParameterAverager": "local_sgd.averager",
     "PartialDistributedOptimizer": "optim.distributed_optimizer",
+    "QuorumConfig": "training.config",
     "Reporter": "loggers.reporter",
     "Task": "tasks.task",
     "TensorBoardReporter": "loggers.tensorboard",

@@ -63,6 +63,14 @@ class TaskConfig(CommandConfig):
             raise UsageError(
                 "--op adasum needs equal batches on all ranks. Received: --balance or --shares. Leave one of them out."
             )
+        if self.training.stragglers.is_active and (self.reduction.op, self.reduction.compression) != (
+            "average",
+            "none",
+        ):
+            raise UsageError(
+                "--quorum adds up the gradients of those ranks that are ready, as they are. Received: --op "
+                f"{self.reduction.op}, --compression {self.reduction.compression}. Leave both out."
+            )
         if self.training.mode == "local" and self.reduction.op != "average":
             raise UsageError(f"--mode local needs --op average. Received: --op {self.reduction.op}. Leave --op out.")
 
@@ -79,6 +87,13 @@ class RunConfig(TaskConfig):
     training: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     make_sample_data: str | None = dataclasses.field(default=None, metadata=NOT_AN_OPTION)
     """Write small files of the task's format into this folder, which is new or empty, and exit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.autotune and self.training.stragglers.is_active:
+            raise UsageError(
+                "--autotune tries several steps in one call, which --quorum excludes. Received: both. Leave one out."
+            )
 
 
 @Parameter(name="*", group=help_group("Run"))

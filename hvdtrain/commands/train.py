@@ -208,7 +208,7 @@ def _changed_options(config: RunConfig, before: Mapping[str, Any]) -> list[str]:
         *as_dict(training.balancing),
         *as_dict(config.runtime),
         *as_dict(config.job_watch),
-        *("steps", "epochs", "eval_every", "seed", "steps_per_execution", "jit_compile", "autotune"),
+        *("steps", "epochs", "eval_every", "seed", "steps_per_execution", "jit_compile", "autotune", "record"),
         *RANK_OPTIONS,
     }
     return [
@@ -233,6 +233,8 @@ def _facts(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
 
 
 def _mode(config: RunConfig) -> str:
+    if config.training.mode == "sync" and (quorum := config.training.stragglers.quorum) is not None:
+        return f"sync: a step closes when {quorum} ranks are ready"
     if config.training.mode == "sync":
         return "sync: gradients averaged at every step"
     options = config.training.local_sgd

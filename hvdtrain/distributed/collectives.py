@@ -43,6 +43,12 @@ class Collectives(Protocol):
     def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         """Each tensor summed over ranks, on its device; on any thread, one call of a name at a time."""
 
+    def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Each tensor summed over ranks, without TensorFlow's threads, which a compiled step may occupy.
+
+        On any thread, while no other one of this process is in a collective.
+        """
+
     def host_collectives(self) -> "Collectives":
         """The collectives of the ranks on this rank's host, as :meth:`split` makes them."""
 

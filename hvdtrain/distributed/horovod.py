@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import blocks, in_pieces, piece_bounds
+from hvdtrain.distributed.bounded_messages import MAX_MESSAGE_BYTES, blocks, in_pieces, piece_bounds
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import bucket_layout
@@ -24,6 +24,8 @@ from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices, environment, network, versions
 from hvdtrain.system.launcher import Launcher
+
+_HALVES = (tf.bfloat16, tf.float16)
 
 
 class HorovodCollectives:
@@ -108,6 +110,24 @@ class HorovodCollectives:
 
             self._compiled_sums[name] = _compiled(reduce)
         return self._compiled_sums[name](list(tensors))
+
+    def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        if self.size == 1:
+            return list(tensors)
+        # Eager operations run on the thread that calls them.
+        sent = [tf.cast(each, tf.float32) if each.dtype in _HALVES else each for each in tensors]
+        totals: list[tf.Tensor] = list(sent)
+        large = [i for i, each in enumerate(sent) if each.shape.num_elements() * each.dtype.size > MAX_MESSAGE_BYTES]
+        for i in large:
+            totals[i] = self._allreduce(sent[i], self._hvd.Sum, "hvdtrain_large_sum")
+        for dtype in sorted({each.dtype.name for each in sent}):
+            members = [i for i, each in enumerate(sent) if each.dtype.name == dtype and i not in large]
+            if members:
+                group = [sent[i] for i in members]
+                found = self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **self._call_options)
+                for i, total in zip(members, found, strict=True):
+                    totals[i] = total
+        return [tf.cast(total, each.dtype) for total, each in zip(totals, tensors, strict=True)]
 
     def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
         if not self._hvd.mpi_enabled():
@@ -198,7 +218,7 @@ class HorovodCollectives:
         def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
             return self._hvd.allreduce(piece, op=op, name=name + suffix, **options, **self._call_options)
 
-        is_half = tensor.dtype in (tf.bfloat16, tf.float16)
+        is_half = tensor.dtype in _HALVES
         return tf.cast(in_pieces(tf.cast(tensor, tf.float32) if is_half else tensor, send), tensor.dtype)
 
     def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -42,6 +42,9 @@ class SingleProcessCollectives:
     def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
         return list(tensors)
 
+    def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        return list(tensors)
+
     def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
         return None
 

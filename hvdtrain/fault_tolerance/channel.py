@@ -40,7 +40,8 @@ class Connection:
 
     def __init__(self, connected: socket.socket):
         connected.setblocking(False)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._received = b""
         self._unsent = b""
@@ -98,6 +99,11 @@ class Connection:
             messages.append(message)
         return messages
 
+    def shut_down(self) -> None:
+        """Ends the exchange in both directions; a thread that waits for the connection wakes up."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Closes the connection."""
         self._socket.close()
@@ -154,7 +160,7 @@ def _accept(listener: socket.socket, token: str, size: int, until: float) -> dic
     # Connections that have not sent their rank yet. One that never does delays no other.
     pending: list[Connection] = []
     while len(ranks) < size - 1 and time.monotonic() < until:
-        _wait_for([listener, *pending], until)
+        wait_for([listener, *pending], until - time.monotonic())
         with contextlib.suppress(OSError):  # There is none, or it was closed again.
             pending.append(Connection(listener.accept()[0]))
         for connection in list(pending):
@@ -209,19 +215,20 @@ def _connect_to_first_rank(endpoint: _Endpoint, rank: int, host: str) -> Connect
 
 def _answer(connection: Connection, until: float) -> Message | None:
     while not connection.is_lost and time.monotonic() < until:
-        _wait_for([connection], until)
+        wait_for([connection], until - time.monotonic())
         messages = connection.receive()
         if messages:
             return messages[0]
     return None
 
 
-def _wait_for(readable: Sequence[socket.socket | Connection], until: float) -> None:
+def wait_for(readable: Sequence[socket.socket | Connection], timeout_s: float | None) -> None:
+    """Waits until one of these can be read, or the timeout has passed; None: forever."""
     # select.select accepts no descriptor above 1023, which a job with many open files exceeds.
     with selectors.PollSelector() as selector:
         for each in readable:
             selector.register(each, selectors.EVENT_READ)
-        selector.select(max(0.0, until - time.monotonic()))
+        selector.select(None if timeout_s is None else max(0.0, timeout_s))
 
 
 def _parsed(line: bytes) -> Message | None:

@@ -113,6 +113,11 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     if sizes := summary.get("rank_batch_sizes"):
         yield "batch sizes", f"{', '.join(map(str, sizes))} (by rank)"
+    if batch := summary.get("effective_batch"):
+        smallest, largest = batch["min"], batch["max"]
+        yield "effective batch", f"{batch['mean']:.1f} samples (mean)  {smallest} (min)  {largest} (max)"
+        late, saved_s = ", ".join(map(str, summary["dropped_micro_batches"])), summary["time_saved_seconds"]
+        yield "late", f"{late} micro-batches (by rank), trained on later; {saved_s:.1f} s not waited for them"
     skipped = [
         *_counted(summary.get("skipped_steps"), "step", "not finite"),
         *_counted(summary.get("bad_samples"), "sample", "unreadable"),

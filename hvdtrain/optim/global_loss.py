@@ -38,8 +38,8 @@ class LossScope:
     """The weight by which this rank's loss is multiplied; None if all ranks have the same."""
     sums_gradients: bool = False
     """Whether gradients are added up over ranks instead of averaged."""
-    jit_compile: bool = False
-    """Whether XLA compiles the forward pass, so that ranks cannot communicate in it."""
+    excluded_by: str | None = None
+    """The option because of which ranks cannot communicate in the forward pass, if any."""
 
 
 _all_checks_left: list["weakref.ref[tf.Variable]"] = []
@@ -90,10 +90,10 @@ def loss_over_ranks(
     count = _own_count(loss, _mask(y_pred, values), sample_weight)
     if count is None:
         return value
-    if scope.jit_compile:
+    if scope.excluded_by is not None:
         raise UsageError(
-            "--jit-compile excludes losses that divide by the number of unmasked positions or by a sum of weights, "
-            f"which ranks add up in the forward pass. Received: {loss.name}. Leave --jit-compile out."
+            f"{scope.excluded_by} excludes losses that divide by the number of unmasked positions or by a sum of "
+            f"weights, which ranks add up in the forward pass. Received: {loss.name}. Leave {scope.excluded_by} out."
         )
     return value * tf.cast(_share_of_count(count, scope), value.dtype)
 
@@ -198,7 +198,7 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
         scale = tf.maximum(tf.abs(mean), tf.abs(value)) + _SMALL_LOSS
         differs = tf.math.is_finite(scale) & (tf.abs(mean - value) > _TOLERANCE * scale)
         num_differing = tf.cast(differs, tf.float32)
-        if not scope.jit_compile:
+        if scope.excluded_by is None:
             (num_differing,) = scope.collectives.sum_tensors([num_differing], name)
         tf.debugging.Assert(num_differing < 0.5, [_message(loss), value, mean])
         checks_left.assign_sub(1)

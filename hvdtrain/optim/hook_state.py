@@ -30,8 +30,8 @@ class LoopHooks:
     """Whether steps with a gradient that is not finite are skipped, so that their loss is no part of the mean."""
     sample_weight: Callable[[], tf.Tensor | None] = lambda: None
     """While a step is traced: the weight that ``weigh_loss`` multiplies by; None if all ranks have the same."""
-    jit_compile: bool = False
-    """Whether XLA compiles the forward and the backward pass."""
+    excluded_by: str | None = None
+    """The option because of which ranks cannot communicate in the forward pass, if any."""
     num_applies: int = 0
     """Number of times that gradients were applied, or traced to be."""
     held: list[tuple[Sequence[Any], Any]] | None = None
@@ -55,6 +55,8 @@ class GradientHooks:
     """If not None, updates are made only while it is true."""
     step_weight: Callable[[], tf.Tensor] | None = None
     """If not None, this rank's mean weight over the micro-batches of the step, less than 1 if samples were left out."""
+    are_reduced: bool = False
+    """Whether the gradients that are applied have been reduced before, and are equal on all ranks."""
     ema_ramp: bool = False
     """Whether the momentum of the EMA rises to its final value."""
     variables: Sequence[keras.Variable] = ()

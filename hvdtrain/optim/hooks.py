@@ -154,7 +154,7 @@ def run_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> A
         return train_step(data)
     scope = LossScope(hooks.collectives, sums_gradients=hooks.reduction.op == "sum")
     if (loop := installed_hooks(optimizers_of(model)[0]).loop) is not None:
-        scope = dataclasses.replace(scope, sample_weight=loop.sample_weight, jit_compile=loop.jit_compile)
+        scope = dataclasses.replace(scope, sample_weight=loop.sample_weight, excluded_by=loop.excluded_by)
     with losses_over_ranks(scope):
         return train_step(data)
 
@@ -318,7 +318,7 @@ def _check_finite_on_every_rank(self: Any, gradients: list[tf.Tensor]) -> tf.Ten
     """
     finite = _check_finite_here(self, gradients)
     hooks = gradient_hooks(self)
-    if hooks is None or not hooks.collectives.reduces:
+    if hooks is None or hooks.are_reduced or not hooks.collectives.reduces:
         return finite
     return hooks.collectives.all_true(finite)
 

@@ -1,6 +1,7 @@
 """The learning rate over a run: scaled to the number of ranks, warmed up, decayed."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -64,3 +65,21 @@ class WarmUpThenDecay(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         return dict(self._config)
+
+
+def follow_steps(optimizer: keras.optimizers.Optimizer, step: tf.Variable) -> Callable[[], None]:
+    """Makes a schedule follow the steps of a run that updates the weights more often than once a step.
+
+    Args:
+        optimizer: one that applies gradients; without a schedule, nothing changes.
+        step: the number of steps made, int64.
+
+    Returns:
+        What makes it follow the updates again.
+    """
+    schedule = optimizer._learning_rate
+    if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+        return lambda: None
+    # Past Keras' __setattr__, which looks for variables.
+    vars(optimizer)["_get_current_learning_rate"] = lambda: schedule(step)
+    return lambda: vars(optimizer).pop("_get_current_learning_rate", None)

@@ -1,6 +1,7 @@
 """Options of training: the step, and the run around it."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from cyclopts import Parameter
@@ -72,6 +73,42 @@ class BalanceConfig(Config):
         return None if self.shares is None else tuple(int(each) for each in self.shares.split(","))
 
 
+@Parameter(name="*", group=help_group("Stragglers (--mode sync)"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuorumConfig(Config):
+    """Backup workers: how many ranks a synchronous step waits for."""
+
+    quorum: int | None = None
+    """Close a step when this many ranks have made their micro-batches (default: all). Late ones are trained on in a
+    later step."""
+    step_deadline: float | None = None
+    """Seconds after which a step closes with fewer ranks than --quorum, but at least one (default: never)."""
+    step_grace: float = 0.25
+    """Once a quorum is ready, wait for ranks that still compute for this fraction of the step so far."""
+    max_missed_updates: int = 16
+    """Wait for a rank that has missed so many updates in a row. It keeps these in memory, each as large as the
+    gradients."""
+    record: str | None = None
+    """File in which rank 0 records who contributed to each update."""
+    replay: str | None = None
+    """Repeat a run with the contributors that --record wrote to this file, instead of those that are ready first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "quorum", lambda value: value >= 1, "at least 1")
+        require(self, "step_deadline", lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+        require(self, "step_grace", lambda value: 0 <= value <= 10, "from 0 to 10")
+        require(self, "max_missed_updates", lambda value: value >= 1, "at least 1")
+        for name in ("step_deadline", "step_grace", "max_missed_updates", "record", "replay"):
+            if self.quorum is None and (value := getattr(self, name)) != default_of(QuorumConfig, name):
+                raise UsageError(f"{flag_of(name)} needs --quorum. Received: {value} without it.")
+
+    @property
+    def is_active(self) -> bool:
+        """Whether steps close before all ranks are ready."""
+        return self.quorum is not None
+
+
 def _are_shares(text: str) -> bool:
     parts = [each.strip() for each in text.split(",")]
     are_numbers = all(each.isascii() and each.isdigit() and len(each) <= 7 for each in parts)
@@ -106,6 +143,8 @@ class StepConfig(Config):
     """Options of ``mode="local"``."""
     balancing: BalanceConfig = dataclasses.field(default_factory=BalanceConfig)
     """How samples are assigned to ranks of different speed."""
+    stragglers: QuorumConfig = dataclasses.field(default_factory=QuorumConfig)
+    """How many ranks a step waits for."""
     guards: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     """Options of checks during the run."""
 
@@ -134,11 +173,26 @@ class StepConfig(Config):
                 "--balance changes batch sizes, and XLA compiles each of them again. Received: --jit-compile. Leave "
                 "one of them out, or use --shares."
             )
+        if self.stragglers.is_active:
+            self._require_separate_updates()
         if self.jit_compile and self.sync_batchnorm:
             raise UsageError(
                 "--jit-compile excludes --sync-batchnorm, which communicates in the forward pass. Received: both. "
                 "Leave one of them out."
             )
+
+    def _require_separate_updates(self) -> None:
+        excluded = {
+            "--mode local, in which ranks do not make steps together": self.mode == "local",
+            "--gradient-accumulation-steps: use a larger --batch-size": self.gradient_accumulation_steps > 1,
+            "--steps-per-execution: ranks learn after each update which comes next": self.steps_per_execution > 1,
+            "--sync-batchnorm, which needs ranks in lockstep": self.sync_batchnorm,
+            "--balance and --shares, which measure or divide steps that all ranks make": self.balancing.is_active,
+            "--bad-samples: a rank alone cannot replace a micro-batch": self.guards.bad_samples > 0,
+        }
+        for reason, is_set in excluded.items():
+            if is_set:
+                raise UsageError(f"--quorum excludes {reason}. Received: both. Leave one of them out.")
 
     def _require_independent_ranks(self) -> None:
         if self.gradient_accumulation_steps > 1:
@@ -154,8 +208,9 @@ class StepConfig(Config):
 
 
 def sync_config(config: StepConfig) -> StepConfig:
-    """The same steps in sync mode, without options of local SGD."""
-    names = [field.name for field in dataclasses.fields(StepConfig) if field.name not in ("mode", "local_sgd")]
+    """The same steps in sync mode, made by all ranks together: without options of local SGD and --quorum."""
+    left_out = ("mode", "local_sgd", "stragglers")
+    names = [field.name for field in dataclasses.fields(StepConfig) if field.name not in left_out]
     return StepConfig(**{name: getattr(config, name) for name in names})
 
 

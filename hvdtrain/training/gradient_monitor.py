@@ -1,7 +1,8 @@
 """Monitors gradients inside the compiled step: their norm, their values, and whether they are finite."""
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import numpy as np
@@ -71,9 +72,11 @@ class GradientMonitor:
         self._loss_was_finite = tf.Variable(True, trainable=False)
         """When culprits were last recorded."""
         self._finite_so_far = tf.Variable(True, trainable=False)
-        """Whether the loss is finite in the micro-batches of the current step; for steps of several."""
+        """Whether the loss is finite in the micro-batches of the current step; for steps of several, or in halves."""
         self._loss_is_finite: tf.Tensor | bool = True
         """While a step is traced."""
+        self._loss_was_computed_finite: tf.Tensor | bool = True
+        """While the update of a step is traced whose gradients were computed by another compiled function."""
         # By the identity of the variable: two layers may have the same path.
         self._positions: dict[int, int] = {}
         self._finite: tf.Variable | None = None
@@ -177,7 +180,7 @@ class GradientMonitor:
         """
         result = list(gradients)
         dense = [i for i, gradient in enumerate(result) if isinstance(gradient, tf.Tensor)]
-        self._loss_is_finite = True
+        self._loss_is_finite = self._loss_was_computed_finite
         if loss is not None and dense:
             finite = self._loss_is_finite = tf.math.is_finite(loss)
             if self._times.micro_batches_per_step > 1:
@@ -187,6 +190,19 @@ class GradientMonitor:
             gradient = result[smallest]
             result[smallest] = tf.where(finite, gradient, tf.constant(np.nan, gradient.dtype))  # type: ignore[union-attr]
         return result
+
+    def end_gradients(self) -> None:
+        """Keeps whether the loss is finite; call it in a compiled function that computes gradients for another one."""
+        self._finite_so_far.assign(self._loss_is_finite)
+
+    @contextlib.contextmanager
+    def update_of(self, has_contributed: tf.Tensor) -> Iterator[None]:
+        """The block, in that other one, applies the gradients; this rank's loss counts if it has contributed."""
+        self._loss_was_computed_finite = self._finite_so_far.read_value() | ~has_contributed
+        try:
+            yield
+        finally:
+            self._loss_was_computed_finite = True
 
     def norm(self) -> float:
         """The global norm of the last averaged gradient, before clipping."""

@@ -14,7 +14,7 @@ class Guards:
         self._reporter = reporter
 
     def check(self) -> None:
-        """Reports skipped steps.
+        """Reports skipped steps, and what the strategy warns of.
 
         Raises:
             JobError: on every rank: more samples are unreadable than allowed.
@@ -23,6 +23,8 @@ class Guards:
         runner = self._runner
         runner.quota.total()
         self._report_skipped_steps()
+        for text in runner.strategy.warnings():
+            self._reporter.warned(runner.progress.step, text)
         rank = runner.collectives.rank if runner.strategy.ranks_are_independent else None
         require_usable_loss_scale(runner.model.optimizer, runner.progress.step, rank=rank)
 

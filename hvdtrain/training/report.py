@@ -61,6 +61,7 @@ class TrainingReport:
             "learning_rate": float(leaves_of(runner.model)[0].learning_rate),
             "gradient_norm": runner.monitor.norm(),
             **runner.balancer.gauges(),
+            **runner.strategy.gauges(),
             **(clock.speed_since_last(runner.plan.global_batch_size) if clock.has_timed else {}),
         }
         self._reporter.progressed(runner.progress.step, {**self.epoch_so_far(), **gauges})
@@ -78,7 +79,7 @@ class TrainingReport:
         """A run's ``summary.json``, except for what only the command line knows."""
         runner, plan, progress = self._runner, self._runner.plan, self._runner.progress
         shape = self.shape(progress.step)
-        skipped = runner.monitor.skipped_steps() + overflowed_steps(runner.model.optimizer, progress.step)
+        skipped = runner.monitor.skipped_steps() + overflowed_steps(runner.model.optimizer, runner.updates)
         return {
             "mode": runner.strategy.mode,
             "ranks": plan.size,

@@ -82,4 +82,6 @@ class RunState:
             "seed": plan.seed,
             "remainder": plan.remainder,
             "local SGD": "no" if config.mode == "sync" else str(config.local_sgd),
+            # Only then, so that checkpoints of older versions can be resumed.
+            **({"quorum": "yes"} if config.stragglers.is_active else {}),
         }

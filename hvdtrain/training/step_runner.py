@@ -27,6 +27,7 @@ from hvdtrain.training.gradient_monitor import GradientMonitor
 from hvdtrain.training.load_balancing import LoadBalancer
 from hvdtrain.training.losses import sums_over_batch
 from hvdtrain.training.progress import Progress
+from hvdtrain.training.quorum.feed import QuorumFeed
 from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import EXCHANGE_EVERY, StepTimes, TimeShares
 from hvdtrain.training.strategies.factory import make_strategy
@@ -74,7 +75,7 @@ class StepRunner:
         self.progress = Progress()
         plan = sample_plan(source, config, collectives)
         self.quota = BadSampleQuota(config.guards.bad_samples, collectives)
-        self.feed = TrainingFeed(source, plan, self.quota)
+        self.feed = (QuorumFeed if config.stragglers.is_active else TrainingFeed)(source, plan, self.quota)
         self.times = StepTimes(config.gradient_accumulation_steps)
         self.time_shares = TimeShares(self.times, collectives, network.host_name())
         self.balancer = LoadBalancer(
@@ -86,7 +87,8 @@ class StepRunner:
         for optimizer in optimizers_of(model):
             require_distributed(optimizer, accumulation, collectives)
         op = require_hooks(leaves_of(model)[0]).reduction.op
-        changes = config.balancing.balance or config.guards.bad_samples > 0 or collectives.may_change
+        changes = config.balancing.balance or config.stragglers.is_active or config.guards.bad_samples > 0
+        changes = changes or collectives.may_change
         weights = LossWeights(
             is_weighted=changes or not self.plan.is_even,
             has_fillers=changes or self.plan.has_fillers,
@@ -116,7 +118,9 @@ class StepRunner:
         if config.jit_compile:
             require_compilable(self.num_synchronized)
         self.strategy = make_strategy(
-            StrategyContext(model, lambda: self.plan, self.progress, self.train_step, collectives, job_watch),
+            StrategyContext(
+                model, lambda: self.plan, self.progress, self.feed, self.train_step, collectives, job_watch
+            ),
             config,
             total_steps=total_steps or _UNLIMITED_STEPS,
             num_synchronized=self.num_synchronized,
@@ -171,6 +175,11 @@ class StepRunner:
             # A user's own train_step need not call the model as Keras would.
             if required:
                 trace_train_step(self.model, self.feed.element_spec)
+
+    @property
+    def updates(self) -> int:
+        """How often the weights were updated: with --quorum, more than once in some steps."""
+        return self.train_step.steps_made if self.config.stragglers.is_active else self.progress.step
 
     def total(self, own: int) -> int:
         """A count of the run from this rank's: the sum over independent ranks; otherwise it is the same on every rank.

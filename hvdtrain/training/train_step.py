@@ -1,5 +1,6 @@
 """The compiled training step: Keras' own ``train_step``, several steps per call, on this rank's samples."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
@@ -22,6 +23,7 @@ from hvdtrain.optim.hook_state import LoopHooks, model_hooks
 from hvdtrain.optim.hooks import install_loop_hooks, run_train_step
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.gradient_monitor import GradientMonitor, is_not_finite
+from hvdtrain.training.held_gradients import gradients_of_step
 from hvdtrain.training.returned_results import ReturnedResults
 from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import StepTimes
@@ -91,7 +93,7 @@ class TrainStep:
             self._prepare_gradients,
             skips_non_finite,
             sample_weight=self.sample_weight,
-            jit_compile=config.jit_compile,
+            excluded_by="--quorum" if config.stragglers.is_active else "--jit-compile" if config.jit_compile else None,
         )
         install_loop_hooks(model, self._hooks)
         self._step_weight = tf.Variable(0.0, trainable=False)
@@ -146,8 +148,7 @@ class TrainStep:
             if is_secondary(error):
                 raise error
             if is_not_finite(error):
-                collectives = require_hooks(leaves_of(self._model)[0]).collectives
-                raise self._monitor.error(self.steps_made + 1, collectives) from None
+                raise self._not_finite() from None
             self._feed.resume_after(error, self._times.micro_batches)
             try:
                 self._run_call(last_step * self._micro_batches_per_step - self._times.micro_batches)
@@ -157,11 +158,16 @@ class TrainStep:
     def _run_call(self, micro_batches: int) -> None:
         if self._feed.iterator is not self._iterator:
             self._compile_for(self._feed.iterator)
-        try:
+        with self._explained_errors():
             if self._is_single:
                 self._call()
             else:
                 self._call(tf.constant(micro_batches))
+
+    @contextlib.contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        try:
+            yield
         except tf.errors.OpError as error:
             if (refusal := loss_error(error)) is not None:
                 raise refusal from None
@@ -169,6 +175,25 @@ class TrainStep:
                 cause = next(line for line in str(error).splitlines() if "XLA" in line)
                 raise UsageError(f"XLA cannot compile this model: {cause}. Leave jit_compile out.") from error
             raise
+
+    @contextlib.contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Raises what a user can act on for errors of :meth:`gradients` and :meth:`update` when they run.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite, with ``on_nan='stop'``.
+            UsageError: the model's loss cannot be combined over ranks, or XLA cannot compile the model.
+        """
+        try:
+            with self._explained_errors():
+                yield
+        except tf.errors.OpError as error:
+            if is_not_finite(error):
+                raise self._not_finite() from None
+            raise
+
+    def _not_finite(self) -> NonFiniteError:
+        return self._monitor.error(self.steps_made + 1, require_hooks(leaves_of(self._model)[0]).collectives)
 
     def _compile_for(self, iterator: Iterator[Any]) -> None:
         # The iterator is captured by the function: passing it at each call costs Python as long as a small step.
@@ -194,11 +219,48 @@ class TrainStep:
         # the batch, and would otherwise get ahead of the other ranks'.
         with tf.control_dependencies(tf.nest.flatten((data, sample_weight), expand_composites=True)):
             self._train_on_batch(data, sample_weight)
-            # A step that raises must not be counted: count after an update by each optimizer.
-            updated = [hooks.variables for hooks in model_hooks(self._model) if hooks.variables]
-            smallest = [min(each, key=lambda variable: variable.value.shape.num_elements()) for each in updated]
-            with tf.control_dependencies([variable.value.read_value() for variable in smallest]):
-                self._times.end_micro_batch()
+            self._count()
+
+    def _count(self) -> None:
+        # A step that raises must not be counted: count after an update by each optimizer.
+        updated = [hooks.variables for hooks in model_hooks(self._model) if hooks.variables]
+        smallest = [min(each, key=lambda variable: variable.value.shape.num_elements()) for each in updated]
+        with tf.control_dependencies([variable.value.read_value() for variable in smallest]):
+            self._times.end_micro_batch()
+
+    def gradients(self, data: Any, sample_weight: tf.Tensor) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
+        """This rank's gradients of a micro-batch, multiplied by its weight, and their variables; updates nothing."""
+        model = self._model
+        self._sample_weight, self._loss = sample_weight, None
+        for variable, copy in self._statistics:
+            copy.assign(variable.value)
+        train_step = model.train_step if self._jit_compile else partial(self.returned.run, model, model.train_step)
+        try:
+            self._loss, found, variables = gradients_of_step(
+                model, train_step, data, lambda: self._loss, option="--quorum", jit_compile=self._jit_compile
+            )
+            prepared = self._prepare_gradients(found, self._loss is not None)
+            self._monitor.end_gradients()
+            return prepared, variables
+        finally:
+            self._sample_weight = self._loss = None
+
+    def update(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], has_contributed: tf.Tensor) -> None:
+        """Makes a step of reduced gradients.
+
+        Args:
+            has_contributed: whether this rank's :meth:`gradients` are part of them.
+        """
+        with self._monitor.update_of(has_contributed):
+            self._model.optimizer.apply(gradients, variables)
+        if (applies := self._monitor.applies) is not None:
+            _restore_unless(applies.read_value() | ~has_contributed, self._statistics)
+        self._count()
+
+    @property
+    def times(self) -> StepTimes:
+        """Counts the steps."""
+        return self._times
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
         model, applies = self._model, self._monitor.applies

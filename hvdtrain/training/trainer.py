@@ -171,6 +171,7 @@ class Trainer:
         try:
             summary = self._fit(on_start)
         finally:
+            self._strategy.close()
             if self._reports_all:
                 self._reporter.close()
         return summary

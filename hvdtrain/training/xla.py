@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.hooks import held_gradients, run_train_step
 from hvdtrain.system import devices
+from hvdtrain.training.held_gradients import gradients_of_step
 
 T = TypeVar("T")
 
@@ -47,20 +47,10 @@ def compiled_train_step(model: keras.Model, data: Any, read: Callable[[], T]) ->
     Raises:
         UsageError: a user's own ``train_step`` does not apply gradients exactly once.
     """
-    with held_gradients(model.optimizer) as held:
-
-        def compute(data: Any) -> tuple[T, list[list[Any]]]:
-            held.clear()  # TensorFlow may trace it twice.
-            run_train_step(model, model.train_step, data)
-            return read(), [list(grads) for grads, _ in held]
-
-        found, gradients = tf.function(compute, jit_compile=True, autograph=False)(data)
-    if len(held) != 1:
-        raise UsageError(
-            f"with jit_compile, train_step must apply gradients once. Received: {type(model).__name__}.train_step, "
-            f"which does {len(held)} times. Leave jit_compile out."
-        )
-    return found, lambda: model.optimizer.apply(gradients[0], held[0][1])
+    found, gradients, variables = gradients_of_step(
+        model, model.train_step, data, read, option="jit_compile", jit_compile=True
+    )
+    return found, lambda: model.optimizer.apply(gradients, variables)
 
 
 def is_uncompilable(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.strategies.local import LocalStrategy
 from hvdtrain.training.strategies.post_local import PostLocalStrategy
+from hvdtrain.training.strategies.quorum import QuorumStrategy
 from hvdtrain.training.strategies.strategy import Strategy, StrategyContext
 from hvdtrain.training.strategies.sync import SyncStrategy
 
@@ -15,8 +16,15 @@ def make_strategy(context: StrategyContext, config: StepConfig, *, total_steps: 
         num_synchronized: number of the model's layers that normalize over all ranks.
 
     Raises:
-        UsageError: the model needs ranks in lockstep, and local SGD has none.
+        UsageError: the model needs ranks in lockstep, and the strategy keeps none; or the strategy does not suit it.
     """
+    if config.stragglers.is_active:
+        if num_synchronized:
+            raise UsageError(
+                "BatchNormalization over all ranks needs them in lockstep, which --quorum does not keep. Received: "
+                f"{num_synchronized} synchronized layer(s). Leave --sync-batchnorm and synchronized=True out."
+            )
+        return QuorumStrategy(context, config.stragglers)
     if config.mode == "sync":
         return SyncStrategy(context)
     if num_synchronized:

@@ -17,10 +17,10 @@ from hvdtrain.optim.distributed_optimizer import set_collectives
 from hvdtrain.system import devices
 from hvdtrain.system.terminal import report
 from hvdtrain.training.metrics import LossOfSteps
-from hvdtrain.training.strategies.strategy import Place, StrategyContext
+from hvdtrain.training.strategies.strategy import Place, Strategy, StrategyContext
 
 
-class LocalStrategy:
+class LocalStrategy(Strategy):
     """Trains each rank on its own samples, and averages parameters in rounds."""
 
     mode = "local"

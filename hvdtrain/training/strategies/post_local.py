@@ -7,11 +7,11 @@ from typing import Any
 from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.strategies.local import LocalStrategy
-from hvdtrain.training.strategies.strategy import Place
+from hvdtrain.training.strategies.strategy import Place, Strategy
 from hvdtrain.training.strategies.sync import SyncStrategy
 
 
-class PostLocalStrategy:
+class PostLocalStrategy(Strategy):
     """Switches from one strategy to another after a number of steps.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import keras
 
 from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.job_watch import JobWatch
@@ -23,6 +24,7 @@ class StrategyContext:
     plan: Callable[[], SamplePlan]
     """Returns the current assignment of samples, which changes with the ranks of an elastic job."""
     progress: Progress
+    feed: TrainingFeed
     train_step: TrainStep
     collectives: Collectives
     job_watch: JobWatch
@@ -76,18 +78,36 @@ class Strategy(Protocol):
     def bytes_reduced(self) -> int:
         """Bytes that this rank has passed to an allreduce."""
 
+    def close(self) -> None:
+        """Call it when training ends, also with an error: ends what runs in the background. By default, nothing."""
+        return
+
+    def gauges(self) -> dict[str, float]:
+        """The strategy's part of a log line; all ranks call it. By default, nothing."""
+        return {}
+
+    def warnings(self) -> list[str]:
+        """What is to be reported since the last call, the same on all ranks. By default, nothing."""
+        return []
+
     def summary(self) -> dict[str, Any]:
         """The strategy's part of a run's ``summary.json``."""
 
     @property
     def position(self) -> tuple[int, int]:
-        """The number of completed averages of parameters, and of steps since the last one."""
+        """The number of completed averages of parameters, and of steps since the last one. By default, none."""
+        return 0, 0
 
     def end_round(self) -> None:
-        """Averages now what ranks learnt since the last average: some leave. All ranks must call it."""
+        """Averages now what ranks learnt since the last average: some leave. All ranks must call it.
+
+        By default, nothing.
+        """
+        return
 
     def keeps_own(self, place: Place, furthest: Place) -> bool:
         """Whether the state of a member of an elastic job stays complete even if :meth:`take_over` fails halfway."""
+        return False
 
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
         """Continues with the replica of the member that has come furthest. All ranks must call it.
@@ -97,6 +117,7 @@ class Strategy(Protocol):
             source: the rank that has come furthest.
             num_lost: the number of ranks that are not here any more.
         """
+        raise AssertionError(f"the ranks of {type(self).__name__} do not change")
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of all ranks together."""

@@ -8,10 +8,10 @@ from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.optimizers import optimizer_variables, optimizers_of
 from hvdtrain.optim.distributed_optimizer import gradient_bytes
-from hvdtrain.training.strategies.strategy import Place, StrategyContext
+from hvdtrain.training.strategies.strategy import Place, Strategy, StrategyContext
 
 
-class SyncStrategy:
+class SyncStrategy(Strategy):
     """Trains as one process would on all samples of a step."""
 
     mode = "sync"
@@ -53,13 +53,6 @@ class SyncStrategy:
 
     def summary(self) -> dict[str, Any]:
         return {"averaging_rounds": 0}
-
-    @property
-    def position(self) -> tuple[int, int]:
-        return 0, 0
-
-    def end_round(self) -> None:
-        """Nothing to do: each step is averaged."""
 
     def keeps_own(self, place: Place, furthest: Place) -> bool:
         return (place.has_state, place.step) == (furthest.has_state, furthest.step)

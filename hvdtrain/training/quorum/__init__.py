@@ -1,0 +1,1 @@
+"""Backup workers: a synchronous step that closes before the slowest ranks have made their micro-batches."""

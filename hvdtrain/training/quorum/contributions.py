@@ -1,0 +1,76 @@
+"""Who contributed to each update, in a file: written while training, and read to repeat the run."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from hvdtrain.errors import UsageError
+from hvdtrain.training.quorum.ledger import Contributors
+
+
+class ContributionFile:
+    """Writes a line for each update: the ranks that contributed, as a JSON list; before them, the number of ranks."""
+
+    def __init__(self, path: str, num_ranks: int):
+        self._path = Path(path)
+        self._num_ranks = num_ranks
+        self._file: TextIO | None = None
+
+    def start(self, updates: int) -> None:
+        """Continues after this many updates; what the file holds of later ones is dropped.
+
+        Raises:
+            UsageError: the file does not hold so many, or not of this number of ranks.
+        """
+        kept: Sequence[Contributors] = []
+        if updates:
+            kept = read_contributions(str(self._path), self._num_ranks)[:updates]
+            if len(kept) < updates:
+                raise UsageError(
+                    f"--record must continue the file of the resumed run. Received: {self._path} with {len(kept)} "
+                    f"updates of {updates}. Leave --record out, or start the run anew."
+                )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("w", encoding="utf-8")
+        self._file.write(json.dumps({"ranks": self._num_ranks}) + "\n")
+        for each in kept:
+            self.add(each)
+
+    def add(self, contributors: Contributors) -> None:
+        """Appends an update."""
+        if self._file is not None:
+            self._file.write(json.dumps(list(contributors)) + "\n")
+
+    def flush(self) -> None:
+        """Writes what is buffered; call it when a checkpoint is saved."""
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
+    """The contributors of each update in a file of :class:`ContributionFile`.
+
+    Raises:
+        UsageError: it cannot be read, or is not one of this number of ranks.
+    """
+    try:
+        head, *lines = Path(path).read_text("utf-8").splitlines()
+        ranks = json.loads(head)["ranks"]
+        found = [tuple(json.loads(line)) for line in lines]
+        is_valid = all(each and set(each) <= set(range(ranks)) for each in found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"contributions must be in a file that --record wrote. Received: {path} ({error})") from error
+    if not is_valid:
+        raise UsageError(f"contributions must be lists of ranks below {ranks}. Received: others in {path}")
+    if ranks != num_ranks:
+        raise UsageError(
+            f"contributions must be those of as many ranks. Received: {path}, of {ranks} ranks, on {num_ranks}."
+        )
+    return found

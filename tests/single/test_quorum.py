@@ -1,0 +1,290 @@
+"""Backup workers: when an update closes, who has which samples, and how they are read and recorded."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+from trainers import train_config
+
+from hvdtrain.checkpoint import plain_values
+from hvdtrain.data import Arrays, Stream
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
+from hvdtrain.training.config import QuorumConfig
+from hvdtrain.training.quorum.closing import ClosingRule, OpenUpdate
+from hvdtrain.training.quorum.contributions import ContributionFile, read_contributions
+from hvdtrain.training.quorum.feed import QuorumFeed
+from hvdtrain.training.quorum.ledger import QuorumLedger
+from hvdtrain.training.quorum.shares import EpochShares
+
+
+def ledger_of(num_samples=203, batch_size=8, size=4, quorum=3, remainder="pad", **options) -> QuorumLedger:
+    plan = SamplePlan(num_samples=num_samples, batch_size=batch_size, size=size, remainder=remainder)
+    return QuorumLedger(plan, QuorumConfig(quorum=quorum, **options))
+
+
+def positions(shares: EpochShares, ranks) -> np.ndarray:
+    found = [shares.next_of(rank) for rank in ranks]
+    return np.concatenate([shares.positions_of(rank, each.index) for rank, each in zip(ranks, found, strict=True)])
+
+
+def contributors_of(ledger: QuorumLedger, slow: set[int], generator) -> tuple[int, ...]:
+    """Who contributes if the slow ranks are seldom ready, by the rule of the ledger."""
+    rule = ledger.rule()
+    ready: dict[int, float] = {}
+    while rule.closes_s(ready, ready) is None:
+        rank = int(generator.choice([r for r in rule.active if r not in ready]))
+        if rank not in slow or generator.random() < 0.05:
+            ready[rank] = 0.0
+    return rule.contributors(ready)
+
+
+def closing(ledger: QuorumLedger, ready: set[int]) -> tuple[int, ...] | None:
+    """The contributors of the next update if it closes with these."""
+    rule, times_s = ledger.rule(), dict.fromkeys(ready, 0.0)
+    return None if rule.closes_s(times_s, times_s) is None else rule.contributors(times_s)
+
+
+@given(
+    size=st.integers(1, 5),
+    num_samples=st.integers(5, 160),
+    batch_size=st.integers(1, 7),
+    quorum=st.integers(1, 5),
+    remainder=st.sampled_from(["pad", "drop"]),
+    slow=st.sets(st.integers(0, 4), max_size=3),
+    seed=st.integers(0, 9),
+)
+def test_every_sample_once_an_epoch_whoever_is_late(size, num_samples, batch_size, quorum, remainder, slow, seed):
+    if remainder == "drop" and num_samples < size * batch_size:
+        num_samples = size * batch_size
+    ledger = ledger_of(num_samples, batch_size, size, min(quorum, size), remainder, max_missed_updates=3)
+    generator = np.random.default_rng(seed)
+    steps_per_epoch = ledger.shares.plan.steps_per_epoch
+    drawn: list[np.ndarray] = []
+    while (epoch := ledger.shares.epoch) < 2:
+        step = ledger.step
+        contributors = contributors_of(ledger, slow, generator)
+        drawn.append(positions(ledger.shares, contributors))
+        weight = ledger.batch_weight(contributors)
+        ledger.record(contributors)
+        assert weight * batch_size == pytest.approx(len(drawn[-1]))
+        assert max(ledger.missed_in_a_row) <= 3
+        # So that whatever is due at a step is not missed.
+        assert ledger.step - step in (0, 1)
+        if ledger.shares.epoch != epoch:
+            assert ledger.step == (epoch + 1) * steps_per_epoch
+            expected = min(num_samples, steps_per_epoch * size * batch_size)
+            assert sorted(np.concatenate(drawn)) == list(range(expected))
+            drawn.clear()
+
+
+def test_without_stragglers_the_steps_are_those_of_sync_mode():
+    ledger = ledger_of()
+    plan = ledger.shares.plan
+    for step in range(plan.steps_per_epoch):
+        ranks = closing(ledger, {0, 1, 2, 3})
+        expected = [dataclasses.replace(plan, rank=rank).slices(step)[0] for rank in ranks]
+        found = positions(ledger.shares, ranks)
+        assert found.tolist() == [i for part in expected for i in range(part.start, part.start + part.count)]
+        ledger.record(ranks)
+        assert ledger.step == step + 1
+    assert ledger.updates == plan.steps_per_epoch
+    assert ledger.shares.deal == 0
+
+
+def test_the_rest_of_an_epoch_is_dealt_by_speed():
+    ledger = ledger_of(num_samples=20 * 32, max_missed_updates=100)
+    for _ in range(19):
+        ledger.record((0, 1, 2))
+    assert ledger.shares.deal == 0
+    ledger.record((0, 1, 2))
+    shares = ledger.shares
+    assert shares.deal == 1
+    assert shares.rest().tolist() == [p for step in range(20) for p in range(32 * step + 24, 32 * step + 32)]
+    # 160 samples, in proportion to 21, 21, 21 and 1.
+    assert shares.sizes == [53, 53, 52, 2]
+    assert shares.num_left() == [7, 7, 7, 1]
+    assert not ledger.rule().required
+
+
+def test_the_last_step_of_an_epoch_waits_for_all_who_have_samples():
+    ledger = ledger_of(num_samples=2 * 32 + 3)
+    for _ in range(2):
+        assert ledger.rule().quorum == 3
+        ledger.record((0, 1, 2, 3))
+    rule = ledger.rule()
+    assert (rule.quorum, tuple(rule.required)) == (3, (1, 2, 3))
+    ledger.record((1, 2, 3))
+    assert (ledger.shares.epoch, ledger.step) == (1, 3)
+
+
+def test_a_rank_that_missed_too_many_updates_is_waited_for():
+    ledger = ledger_of(max_missed_updates=2)
+    ledger.record((0, 1, 2))
+    assert closing(ledger, {0, 1, 2}) == (0, 1, 2)
+    ledger.record((0, 1, 2))
+    assert closing(ledger, {0, 1, 2}) is None
+    assert closing(ledger, {0, 3}) is None
+    assert closing(ledger, {0, 1, 3}) == (0, 1, 3)
+    ledger.record((0, 1, 3))
+    assert ledger.missed == [0, 0, 1, 2]
+    assert not ledger.rule().required
+
+
+def test_a_deadline_closes_with_whoever_is_ready():
+    rule = ClosingRule(active=[0, 1, 2], quorum=2, deadline_s=0.5)
+    began = {0: 7.0, 1: 7.1, 2: 7.0}
+    assert rule.closes_s(began, {}) is None
+    assert rule.closes_s(began, {1: 7.2}) == 7.5
+    assert rule.closes_s(began, {1: 7.9}) == 7.9
+    assert rule.closes_s({**began, 3: 7.0}, {3: 7.2}) is None
+    assert rule.closes_s(began, {2: 7.3, 0: 7.2}) == 7.3
+    assert rule.contributors({2: 7.3, 0: 7.2, 3: 7.1}) == (0, 2)
+
+
+def test_ranks_that_still_compute_get_a_grace():
+    rule = ClosingRule(active=[0, 1, 2, 3], quorum=2, grace=0.1)
+    began = {0: 5.0, 1: 5.5, 2: 6.0}
+    assert rule.closes_s(began, {0: 7.0}) is None
+    # The second one was ready after 3 s. The last one does not compute for this update, and is not waited for.
+    assert rule.closes_s(began, {0: 7.0, 1: 8.0}) == pytest.approx(8.3)
+    assert rule.closes_s(began, {0: 7.0, 1: 8.0, 2: 8.2}) == 8.2
+    assert rule.closes_s({**began, 3: 8.1}, {0: 7.0, 1: 8.0, 2: 8.2}) == pytest.approx(8.3)
+    assert rule.closes_s({0: 5.0, 1: 5.5}, {0: 7.0, 1: 8.0}) == 8.0
+
+
+def test_the_open_update_ignores_micro_batches_of_closed_ones():
+    rule = ClosingRule(active=[0, 1, 2], quorum=2, deadline_s=3.0, grace=1.0)
+    update = OpenUpdate(5)
+    assert update.close(0.0) is None
+    assert update.seconds_left(0.0) is None
+    update.ready(2, 4, 1.0)
+    update.begin(2, 4, rule, 1.0)
+    assert update.seconds_left(1.0) is None
+    update.begin(1, 5, rule, 1.5)
+    update.begin(0, 5, rule, 2.0)
+    update.ready(0, 5, 2.5)
+    assert update.close(2.5) is None
+    assert update.seconds_left(2.5) == 2.0
+    update.ready(1, 5, 3.0)
+    assert update.close(3.0) == (0, 1)
+    assert update.number == 6
+    assert update.close(99.0) is None
+    update.begin(2, 6, rule, 99.0)
+    update.ready(2, 6, 99.5)
+    assert update.close(101.9) is None
+    assert update.close(102.0) == (2,)
+
+
+@pytest.mark.parametrize("new_size", [4, 2])
+@pytest.mark.parametrize("updates", [10, 24])
+def test_a_checkpoint_keeps_what_is_left(new_size, updates):
+    ledger = ledger_of(num_samples=20 * 32 + 9)
+    for _ in range(updates):
+        ledger.record((0, 1, 2) if ledger.updates % 5 else (0, 1, 2, 3))
+    arrays: dict[str, np.ndarray] = {}
+    kept = plain_values.join(plain_values.split(ledger.state(), arrays, "state"), arrays)
+    restored = ledger_of(num_samples=20 * 32 + 9, size=new_size, batch_size=32 // new_size, quorum=2)
+    restored.restore(kept)
+    assert (restored.step, restored.updates, restored.samples) == (ledger.step, updates, ledger.samples)
+    assert restored.shares.rest().tolist() == ledger.shares.rest().tolist()
+    assert (ledger.shares.deal > 0) == (updates == 24)
+    if new_size == 4:
+        assert ledger.shares.state()["next"] != [0] * 4
+        for rank in range(4):
+            assert restored.shares.next_of(rank) == ledger.shares.next_of(rank)
+        assert restored.missed == ledger.missed
+
+
+def test_a_late_micro_batch_is_kept_and_the_rest_is_read_by_number():
+    numbers = np.arange(100)
+    plan = SamplePlan(num_samples=100, batch_size=5, rank=1, size=2, seed=3)
+    ledger = QuorumLedger(plan, QuorumConfig(quorum=1))
+    feed = QuorumFeed(Arrays(numbers, numbers), plan, BadSampleQuota(0, SingleProcessCollectives()))
+    read, iterators = [], set()
+    while ledger.shares.epoch < 2:
+        shares = ledger.shares
+        if (batch := shares.next_of(1)) is not None:
+            x, _ = feed.batch(shares, batch)
+            assert feed.batch(shares, batch)[0] is x
+            assert x.numpy().tolist() == plan.order(shares.epoch)[shares.positions_of(1, batch.index)].tolist()
+        iterators.add(id(feed.iterator))
+        # In the first epoch this rank misses each third update.
+        contributors = (0,) if shares.epoch == 0 and ledger.updates % 3 == 0 else (0, 1)
+        active = [rank for rank, left in enumerate(shares.num_left()) if left]
+        contributors = tuple(rank for rank in contributors if rank in active) or tuple(active)
+        read += [x] if 1 in contributors else []
+        ledger.record(contributors)
+    # Not a new one for each micro-batch.
+    assert len(iterators) <= 5
+    assert len(np.unique(np.concatenate(read[:5]))) == 25
+
+
+def test_contributions_are_recorded_and_continued(tmp_path):
+    path = str(tmp_path / "a" / "contributions.jsonl")
+    file = ContributionFile(path, 3)
+    file.start(0)
+    for each in ((0, 1), (2,), (0, 1, 2)):
+        file.add(each)
+    file.close()
+    assert read_contributions(path, 3) == [(0, 1), (2,), (0, 1, 2)]
+    again = ContributionFile(path, 3)
+    again.start(2)
+    again.add((1,))
+    again.close()
+    assert read_contributions(path, 3) == [(0, 1), (2,), (1,)]
+    with pytest.raises(UsageError, match=r"3 updates of 7"):
+        ContributionFile(path, 3).start(7)
+    with pytest.raises(UsageError, match=r"as many ranks\. Received: .*, of 3 ranks, on 2\."):
+        read_contributions(path, 2)
+    (tmp_path / "other").write_text('{"ranks": 3}\n[0, 3]\n')
+    with pytest.raises(UsageError, match="ranks below 3"):
+        read_contributions(str(tmp_path / "other"), 3)
+    (tmp_path / "other").write_text("[0, 3]\n")
+    with pytest.raises(UsageError, match="that --record wrote"):
+        read_contributions(str(tmp_path / "other"), 3)
+
+
+def test_a_replay_of_another_run_is_refused():
+    ledger = ledger_of()
+    ledger.replay([(0, 1, 2), (0, 1, 3)])
+    assert ledger.rule() == ClosingRule.exactly((0, 1, 2))
+    assert closing(ledger, {0, 1, 2, 3}) == (0, 1, 2)
+    ledger.record((0, 1, 2))
+    ledger.record((0, 1, 3))
+    with pytest.raises(UsageError, match=r"Received: ranks \[\] for update 3, of 2 in the file"):
+        ledger.rule()
+
+
+def test_streams_are_refused():
+    plan = SamplePlan(num_samples=8, batch_size=2, shuffle=False)
+    stream = Stream(tf.data.Dataset.range(8))
+    with pytest.raises(UsageError, match="can be read by number"):
+        QuorumFeed(stream, plan, BadSampleQuota(0, SingleProcessCollectives()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quorum": 0}, "--quorum must be at least 1"),
+        ({"step_deadline": 1.0}, "--step-deadline needs --quorum"),
+        ({"replay": "file"}, "--replay needs --quorum"),
+        ({"quorum": 2, "step_grace": -0.1}, "--step-grace must be from 0 to 10"),
+        ({"quorum": 2, "step_deadline": 0.0}, "--step-deadline must be a finite number above 0"),
+        ({"quorum": 2, "max_missed_updates": 0}, "--max-missed-updates must be at least 1"),
+        ({"quorum": 2, "mode": "local"}, "--quorum excludes --mode local"),
+        ({"quorum": 2, "gradient_accumulation_steps": 2}, "--quorum excludes --gradient-accumulation-steps"),
+        ({"quorum": 2, "steps_per_execution": 2}, "--quorum excludes --steps-per-execution"),
+        ({"quorum": 2, "sync_batchnorm": True}, "--quorum excludes --sync-batchnorm"),
+        ({"quorum": 2, "balance": True}, "--quorum excludes --balance and --shares"),
+        ({"quorum": 2, "bad_samples": 1}, "--quorum excludes --bad-samples"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        train_config(**options)
