@@ -77,7 +77,8 @@ def random_access_training(
 
     def draw(epoch: np.int64) -> tuple[Any, ...]:
         order = plan.order(int(epoch))
-        drawn = exclude(excluded, order, *slices) if excluded else (order, *slices)
+        # Copies: TensorFlow takes over the arrays, and operations may write their results into them.
+        drawn = exclude(excluded, order, *slices) if excluded else (order, *(each.copy() for each in slices))
         return (plan.epoch_seed(int(epoch)), *drawn)
 
     @without_autograph

@@ -10,7 +10,6 @@ JOBS = {
     ("numerics", 2): 36,
     ("options", 2): 22,
     ("optimizer", 2): 46,
-    ("optimizer", 4): 34,
     ("training", 2): 41,
     ("faults", 2): 19,
     ("callbacks", 2): 15,
@@ -24,7 +23,7 @@ JOBS = {
     ("quorum", 2): 15,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
-LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2 and name != "optimizer"}
+LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
 LONG_JOBS |= {("options", 1): 22, ("numerics", 2): 40}
 
 

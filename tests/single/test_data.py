@@ -2,6 +2,7 @@
 
 import itertools
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -28,6 +29,35 @@ def drawn(source, plan: SamplePlan, micro_batches: int, **options) -> list[tuple
 
 def plans(size: int, **options) -> list[SamplePlan]:
     return [SamplePlan(rank=rank, size=size, **options) for rank in range(size)]
+
+
+def aligned(array: np.ndarray) -> np.ndarray:
+    """A copy at an address that TensorFlow takes over without another copy."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype)
+    copy[:] = array
+    return copy
+
+
+def test_operations_on_weights_do_not_change_those_of_later_epochs(monkeypatch):
+    """TensorFlow writes results of operations into the memory of arrays that it was given."""
+    epoch_slices = SamplePlan.epoch_slices
+    monkeypatch.setattr(SamplePlan, "epoch_slices", lambda plan: tuple(map(aligned, epoch_slices(plan))))
+    floatx = keras.config.floatx()
+    keras.config.set_floatx("float64")  # Other types are converted, and so copied.
+    try:
+        iterator = iter(training_dataset(numbered(10), SamplePlan(num_samples=10, batch_size=4, rank=0, size=1)))
+
+        @tf.function
+        def step():
+            _, weight = next(iterator)
+            return weight * 0.25
+
+        weights = [float(step()) for _ in range(12)]
+    finally:
+        keras.config.set_floatx(floatx)
+    assert weights == [0.25] * 12
 
 
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (3, 2), (4, 2)]
