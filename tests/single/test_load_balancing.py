@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainers import make_trainer, train_config
 
+import hvdtrain
 from hvdtrain.data import Arrays
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
@@ -16,6 +17,8 @@ from hvdtrain.errors import UsageError
 from hvdtrain.training.config import BalanceConfig
 from hvdtrain.training.load_balancing import LoadBalancer, rebalanced
 from hvdtrain.training.step_times import StepTimes, TimeShares
+
+hvdtrain.init()
 
 
 @given(
