@@ -148,6 +148,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
     make_optimizer, options = CASES[case]
