@@ -12,7 +12,7 @@ from launcher import Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}")]
 
-STALL_S = 5.0
+STALL_S = 10.0
 STEPS = 800
 
 
