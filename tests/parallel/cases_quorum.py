@@ -152,7 +152,7 @@ def noisy_layers() -> list[layers.Layer]:
     return [layers.BatchNormalization(), layers.Dropout(0.3, seed=3)]
 
 
-@pytest.mark.parametrize("more", [[], noisy_layers], ids=["plain", "noisy"])
+@pytest.mark.parametrize("more", [[], pytest.param(noisy_layers, marks=pytest.mark.long)], ids=["plain", "noisy"])
 def test_without_stragglers_it_is_sync_training(more, double_precision):
     """Waiting for all ranks, so that a busy machine makes no straggler."""
     make = list if more == [] else more
@@ -173,6 +173,7 @@ def make_optimizer(name: str) -> keras.optimizers.Optimizer:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, clipnorm=0.2), initial_scale=2.0**127)
 
 
+@pytest.mark.long
 def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, folder):
     path = folder / "contributions.jsonl"
     model, _ = trained(100, occasional_hold_ups(), optimizer=make_optimizer("schedule and EMA"), record=str(path))
@@ -191,6 +192,7 @@ def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, fold
     assert float(model.optimizer.learning_rate) == float(schedule(len(contributions)))
 
 
+@pytest.mark.long
 def test_embeddings_are_reduced_as_dense_gradients_and_the_optimizer_reduces_again_afterwards():
     """Each rank uses other rows."""
     x = np.random.default_rng(0).integers(0, 50, (len(X), 4))
@@ -211,6 +213,7 @@ def test_embeddings_are_reduced_as_dense_gradients_and_the_optimizer_reduces_aga
     assert_equal_replicas(model)
 
 
+@pytest.mark.long
 def test_loss_scaling_skips_an_overflow_on_all_ranks():
     model = make_model(100 + RANK, occasional_hold_ups(), optimizer=make_optimizer("loss scale"))
     # The first scales are too large for losses of this size.
@@ -223,7 +226,8 @@ def test_loss_scaling_skips_an_overflow_on_all_ranks():
     assert all(np.isfinite(each).all() for each in values(model.weights))
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(SIZE - 1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, SIZE - 1])
 def test_a_non_finite_micro_batch_is_skipped_on_all_ranks_or_stops_them(rank, folder):
     path = folder / "contributions.jsonl"
     x = np.array(X)

@@ -20,11 +20,11 @@ JOBS = {
     ("averager", 2): 13,
     ("subsets", 4): 13,
     ("balancing", 2): 8,
-    ("quorum", 2): 15,
+    ("quorum", 2): 10,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
-LONG_JOBS |= {("options", 1): 22, ("numerics", 2): 40}
+LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics", 2): 40, ("quorum", 2): 16}
 
 
 @pytest.mark.parametrize(("name", "ranks"), JOBS)

@@ -143,7 +143,7 @@ UPDATE = ["--optimizer", "adamw", "--weight-decay", "0.01", "--ema", "0.9", "--c
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([*ACCUMULATION, *UPDATE], id="accumulation, shares and weight decay"),
+        LONG([*ACCUMULATION, *UPDATE], id="accumulation, shares and weight decay"),
         LONG(["--sync-batchnorm", "--balance", "--balance-every", "10", *UPDATE], id="synchronized BatchNormalization"),
     ],
 )
