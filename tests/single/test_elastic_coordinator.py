@@ -1,0 +1,318 @@
+"""The coordinator of an elastic job: what it tells its members, which are sockets without processes."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from made_up_jobs import wait_until
+
+from hvdtrain.distributed.rendezvous import Rendezvous
+from hvdtrain.fault_tolerance.elastic.coordinator import Coordinator
+from hvdtrain.fault_tolerance.elastic.membership import Membership
+
+
+class Member:
+    """A member without a process: sends and receives lines."""
+
+    def __init__(self, job: "CoordinatedJob", token: str = "secret", **hello):
+        self._socket = socket.create_connection(("127.0.0.1", job.coordinator.port), timeout=5)
+        self._lines = self._socket.makefile("r")
+        facts = {
+            "kind": "hello",
+            "token": token,
+            "host": "a",
+            "pid": 1,
+            "worker": 1,
+            "facts": {"--x": 1},
+            "stall_timeout_s": 0,
+        }
+        self.send(**{**facts, **hello})
+
+    def send(self, **message) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, kind: str) -> dict:
+        """The next message of a kind; heartbeats and others are passed over."""
+        until = time.monotonic() + 10
+        for line in self._lines:
+            message = json.loads(line)
+            if message["kind"] == kind:
+                return message
+            assert time.monotonic() < until, f"never received {kind}"
+        raise EOFError
+
+    def die(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+
+class CoordinatedJob:
+    def __init__(self, membership: Membership, **options):
+        self.said: list[str] = []
+        self.removed: list[int] = []
+        options = {
+            "token": "secret",
+            "start_size": membership.maximum,
+            "timeout_s": 60,
+            "endpoint": ("127.0.0.1", 0),
+            **options,
+        }
+        self.coordinator = Coordinator(membership, say=self.said.append, on_removed=self.removed.append, **options)
+        self._ends = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ends:
+            self.coordinator.poll(0.01)
+
+    def close(self) -> None:
+        self._ends = True
+        self._thread.join()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def jobs():
+    made: list[CoordinatedJob] = []
+
+    def make(minimum: int, maximum: int, **options) -> CoordinatedJob:
+        made.append(CoordinatedJob(Membership(minimum, maximum), **options))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+def started(job: CoordinatedJob, size: int) -> list[Member]:
+    members = [Member(job) for _ in range(size)]
+    for i, member in enumerate(members):
+        assert member.receive("welcome")["must_warm_up"] is False
+        assert member.receive("begin")["members"][i] == i
+    return members
+
+
+def test_survivors_are_cut_off_and_continue(jobs):
+    job = jobs(1, 3)
+    first, second, third = started(job, 3)
+    third.send(kind="heartbeat", heartbeats=7, step=41)
+    wait_until(lambda: any(peer.step == 41 for peer in job.coordinator._peers))
+    third.die()
+    for member in (first, second):
+        assert member.receive("cut")["generation"] == 1
+        member.send(kind="hold", generation=1)
+    assert first.receive("begin")["members"] == second.receive("begin")["members"] == [0, 1]
+    assert any("lost rank 2 (host a, process 1) at step 41" in line for line in job.said)
+    assert job.removed == [1]
+
+
+def test_a_loss_in_the_rendezvous_begins_another_generation(jobs):
+    job = jobs(1, 3)
+    first, second, third = started(job, 3)
+    third.die()
+    first.receive("cut")
+    first.send(kind="hold", generation=1)
+    second.send(kind="hold", generation=1)
+    port = first.receive("begin")["port"]
+    second.die()
+    assert first.receive("cut")["generation"] == 2
+    # Whoever still waits in the rendezvous fails.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    first.send(kind="hold", generation=2)
+    begins = first.receive("begin")
+    assert (begins["number"], begins["members"]) == (3, [0])
+
+
+def test_a_generation_whose_reductions_fail_is_formed_again(jobs):
+    """Nobody is lost: a rank was suspended for longer than Gloo waits."""
+    job = jobs(1, 2)
+    first, second = started(job, 2)
+    first.send(kind="broken", generation=1)
+    for member in (first, second):
+        assert member.receive("cut")["generation"] == 1
+        member.send(kind="hold", generation=1)
+    assert first.receive("begin")["members"] == [0, 1]
+    # Too late: it is about a generation that is over.
+    second.send(kind="broken", generation=1)
+    second.receive("heartbeat")
+    assert job.coordinator.generation == 2
+    assert job.coordinator.lost == 0
+
+
+def test_all_pause_at_one_check_for_a_newcomer(jobs):
+    job = jobs(1, 3, start_size=2)
+    first, second = started(job, 2)
+    newcomer = Member(job)
+    assert newcomer.receive("welcome")["must_warm_up"] is True
+    newcomer.send(kind="ready")
+    for member, passed in ((first, 4), (second, 6)):
+        assert member.receive("propose")["stops"] is False
+        member.send(kind="answer", passed=passed)
+    assert first.receive("decision")["check"] == second.receive("decision")["check"] == 7
+    for member in (first, second):
+        member.send(kind="hold", generation=1)
+    assert newcomer.receive("begin")["members"] == [0, 1, 2]
+
+
+def test_a_rank_that_leaves_ends_when_the_others_have_paused(jobs):
+    job = jobs(1, 2)
+    first, second = started(job, 2)
+    first.send(kind="leave", reason="SIGTERM on host a")
+    for member in (first, second):
+        member.receive("propose")
+        member.send(kind="answer", passed=1)
+    for member in (first, second):
+        member.receive("decision")
+        member.send(kind="hold", generation=1)
+    assert first.receive("dismissed")
+    assert second.receive("begin")["members"] == [1]
+    first.die()
+    time.sleep(0.05)
+    assert not any("lost" in line for line in job.said)
+
+
+def test_the_last_rank_that_leaves_stops_the_job(jobs):
+    job = jobs(1, 1)
+    (only,) = started(job, 1)
+    only.send(kind="leave", reason="SIGTERM on host a")
+    assert only.receive("propose") == {"kind": "propose", "reason": "SIGTERM on host a", "stops": True}
+    only.send(kind="answer", passed=0)
+    assert only.receive("decision")["check"] == 1
+    only.send(kind="bye")
+    wait_until(lambda: job.coordinator.exit_code == 75)
+
+
+def test_too_few_members_save_and_end_after_the_timeout(jobs):
+    job = jobs(2, 2, timeout_s=0.05)
+    first, second = started(job, 2)
+    second.die()
+    first.receive("cut")
+    first.send(kind="hold", generation=1)
+    begins = first.receive("begin")
+    assert (begins["members"], begins["is_last"]) == ([0], True)
+    first.send(kind="bye")
+    wait_until(lambda: job.coordinator.exit_code == 75)
+
+
+def test_the_job_ends_if_all_members_are_lost(jobs):
+    job = jobs(1, 2)
+    for member in started(job, 2):
+        member.die()
+    wait_until(lambda: job.coordinator.exit_code == 1)
+    assert "all members were lost" in job.said[-1]
+
+
+def test_the_error_of_one_rank_ends_all(jobs):
+    job = jobs(1, 2)
+    first, second = started(job, 2)
+    first.send(kind="end", code=70)
+    assert second.receive("end")["code"] == 70
+    assert job.coordinator.exit_code == 70
+
+
+def test_a_loss_where_ranks_cannot_change_starts_all_again(jobs):
+    job = jobs(1, 2)
+    for _ in range(3):
+        first, second = Member(job), Member(job)
+        first.receive("begin")
+        second.receive("begin")
+        second.die()
+        first.receive("cut")
+        first.send(kind="restart")
+        first.receive("restart")
+        first.die()
+    assert job.coordinator.exit_code is None
+    first, second = Member(job), Member(job)
+    first.receive("begin")
+    second.receive("begin")
+    second.die()
+    first.receive("cut")
+    first.send(kind="restart")
+    assert first.receive("end")["code"] == 1
+    assert job.said[-1] == "a member was lost before the first step or after the last 4 times."
+
+
+def test_strangers_are_disconnected_and_change_nothing(jobs):
+    job = jobs(1, 2)
+    members = started(job, 2)
+    for hello in ({"token": "guess"}, {"token": "\udcc3"}, {"facts": 3}, {"pid": "x"}, {"kind": "end", "code": 5}):
+        with pytest.raises((EOFError, ConnectionResetError)):
+            Member(job, **hello).receive("welcome")
+    for garbage in (b"\xff\xfe\n", b"[1]\n", b"{" * 3_000_000):
+        with socket.create_connection(("127.0.0.1", job.coordinator.port), timeout=5) as stranger:
+            try:
+                stranger.sendall(garbage)
+                assert stranger.recv(1) == b""
+            except ConnectionError:
+                pass
+    assert (job.coordinator.exit_code, job.coordinator.lost) == (None, 0)
+    assert len(members) == 2
+
+
+def test_a_process_with_other_options_is_refused(jobs):
+    job = jobs(1, 3, start_size=2)
+    members = started(job, 2)
+    refused = Member(job, facts={"--x": 2, "--y": 3}).receive("refused")
+    assert refused["code"] == 78
+    assert "Received: --x: 2, not 1; --y: 3, not 'missing'" in refused["text"]
+    assert (job.coordinator.lost, len(members)) == (0, 2)
+
+
+def test_a_silent_member_is_removed(jobs):
+    now = [0.0]
+    job = jobs(1, 2, clock=lambda: now[0])
+    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
+    first.receive("begin")
+    second.receive("begin")
+    now[0] = 4.0
+    first.send(kind="heartbeat", heartbeats=1, step=1)
+    wait_until(lambda: any(peer.heartbeats == 1 for peer in job.coordinator._peers))
+    now[0] = 6.0
+    assert first.receive("cut")["generation"] == 1
+    assert any("no heartbeat for 5 s" in line for line in job.said)
+
+
+def test_who_has_waited_for_a_silent_member_has_time_to_hold(jobs):
+    now = [0.0]
+    job = jobs(1, 2, clock=lambda: now[0])
+    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
+    first.receive("begin")
+    second.receive("begin")
+    now[0] = 4.0
+    first.send(kind="heartbeat", heartbeats=0, step=1)  # Alive, but it waits for the other one.
+    wait_until(lambda: any(peer.received_at == 4.0 for peer in job.coordinator._peers))
+    now[0] = 6.0
+    assert first.receive("cut")["generation"] == 1
+    time.sleep(0.1)
+    assert job.coordinator.exit_code is None
+    first.send(kind="hold", generation=1)
+    assert first.receive("begin")["number"] == 2
+
+
+def test_the_member_that_the_others_wait_for_is_removed(jobs):
+    now = [0.0]
+    job = jobs(1, 2, clock=lambda: now[0])
+    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
+    first.receive("begin")
+    second.receive("begin")
+    first.send(kind="heartbeat", heartbeats=3, step=2)
+    second.send(kind="heartbeat", heartbeats=2, step=1)
+    wait_until(lambda: sorted(peer.heartbeats for peer in job.coordinator._peers) == [2, 3])
+    for now[0] in (3.0, 6.0):  # Both are alive, and neither makes progress.
+        first.send(kind="heartbeat", heartbeats=3, step=2)
+        second.send(kind="heartbeat", heartbeats=2, step=1)
+        time.sleep(0.05)
+    assert first.receive("cut")["generation"] == 1
+    assert any("the others have waited for it for 5 s" in line for line in job.said)
+
+
+def test_a_rendezvous_leaves_no_port():
+    rendezvous = Rendezvous("127.0.0.1")
+    port = rendezvous.port
+    rendezvous.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
