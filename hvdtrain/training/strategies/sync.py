@@ -49,7 +49,8 @@ class SyncStrategy(Strategy):
 
     @property
     def bytes_reduced(self) -> int:
-        return self._progress.reduced_steps * sum(map(gradient_bytes, optimizers_of(self._model)))
+        updates = self._progress.reduced_steps
+        return sum(gradient_bytes(each, updates) for each in optimizers_of(self._model))
 
     def summary(self) -> dict[str, Any]:
         return {"averaging_rounds": 0}
