@@ -52,7 +52,7 @@ class CompressedReducer:
         self._config = config
         self._compression = compression
         self._keeps_errors = keeps_errors
-        self.memory = CompressionMemory(sums=config.op == "sum")
+        self.memory = CompressionMemory(collectives.size, sums=config.op == "sum")
         self._reduce_whole = collectives.gradient_reducer(dataclasses.replace(config, groups=None))
         self._sums: list[StepSum] = []
         """The sums of a step, in order: another trace of it must use the same names."""
@@ -64,15 +64,21 @@ class CompressedReducer:
         chosen = [i for i, each in enumerate(gradients) if self._is_compressed(each)]
         others = [i for i in range(len(gradients)) if i not in chosen]
         whole = self._reduce_whole([gradients[i] for i in others]) if others else ReducedGradients([], [], list)
-        sent, means, lost = self._reduce([gradients[i] for i in chosen], whole.buckets) if chosen else ([], [], [])
-        num_whole = len(whole.buckets)
+        if not chosen:
+            return whole
+        sent, means, lost, finite = self._reduce([gradients[i] for i in chosen], whole.buckets)
+        buckets = [*whole.buckets, *means]
+        if self._collectives.may_change:
+            # If a rank is lost, nothing may be updated unless everything was reduced: the step is repeated.
+            with tf.control_dependencies([finite]):
+                buckets = [tf.identity(each) for each in buckets]
 
         def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
-            found: dict[int, Gradient] = dict(zip(others, whole.unpack(buckets[:num_whole]), strict=True))
-            found |= dict(zip(chosen, buckets[num_whole:], strict=True))
+            found: dict[int, Gradient] = dict(zip(others, whole.unpack(buckets[: -len(chosen)]), strict=True))
+            found |= dict(zip(chosen, buckets[-len(chosen) :], strict=True))
             return [found[i] for i in range(len(gradients))]
 
-        return ReducedGradients([*whole.sent, *sent], [*whole.buckets, *means], unpack, lost)
+        return ReducedGradients([*whole.sent, *sent], buckets, unpack, lost)
 
     def _is_compressed(self, gradient: Gradient) -> bool:
         return (
@@ -83,8 +89,9 @@ class CompressedReducer:
 
     def _reduce(
         self, gradients: Sequence[tf.Tensor], whole: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Returns this rank's gradients with the errors of before, those of all ranks, and the errors of now.
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+        """Returns this rank's gradients with the errors of before, those of all ranks, the errors of now, and whether
+        everything that was reduced is finite.
 
         Args:
             whole: what is reduced without compression in the same step.
@@ -115,13 +122,9 @@ class CompressedReducer:
                 memory.shared[name].assign(value)
 
         tf.cond(finite, keep, lambda: None)
-        if self._collectives.may_change:
-            # If a rank is lost, nothing may be updated unless everything was reduced: the step is repeated.
-            with tf.control_dependencies([finite]):
-                means = [tf.identity(each) for each in means]
         if self._config.op == "sum":
             means = [each * tf.cast(self._collectives.num_ranks(), each.dtype) for each in means]
-        return sent, means, lost
+        return sent, means, lost, finite
 
     def _from_start(self, gradients: Sequence[tf.Tensor]) -> Compressed:
         """Compresses from the first step on that is to be compressed."""

@@ -14,10 +14,12 @@ class CompressionMemory:
     """The variables of a compressed reduction, created in its first step; values that are restored earlier wait for it.
 
     Args:
+        num_ranks: the number of ranks.
         sums: whether gradients are summed over ranks instead of averaged.
     """
 
-    def __init__(self, *, sums: bool):
+    def __init__(self, num_ranks: int, *, sums: bool):
+        self._num_ranks = num_ranks
         self._sums = sums
         self.errors: list[keras.Variable] = []
         """What has not arrived of this rank's gradients."""
@@ -80,15 +82,17 @@ class CompressionMemory:
             return values[0]  # equal on all ranks
         return np.sum(values, axis=0) / (ranks if self._sums else len(values))
 
-    def change_ranks(self, ranks_before: int, ranks: int) -> None:
-        """Makes this rank's errors count as much among other ranks."""
-        for error in self.errors if not self._sums else ():
-            error.assign(error.value * tf.cast(ranks / ranks_before, error.dtype))
+    def change_ranks(self, num_ranks: int, *, keeps_errors: bool) -> None:
+        """Continues with another number of ranks.
 
-    def forget_errors(self) -> None:
-        """Starts without errors: those of a step that other ranks have made."""
-        for error in self.errors:
-            error.assign(tf.zeros_like(error.value))
+        Args:
+            keeps_errors: False if this rank continues after a step that only other ranks have made; otherwise its
+                errors count as much in the mean over these ranks as before.
+        """
+        factor = (1.0 if self._sums else num_ranks / self._num_ranks) if keeps_errors else 0.0
+        for error in self.errors if factor != 1 else ():
+            error.assign(error.value * tf.cast(factor, error.dtype))
+        self._num_ranks = num_ranks
 
 
 class MemorySlot(NamedTuple):

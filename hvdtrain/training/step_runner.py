@@ -17,7 +17,7 @@ from hvdtrain.distributed.optimizers import build_optimizer, leaves_of, optimize
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.config import LoggingConfig
-from hvdtrain.optim.distributed_optimizer import require_distributed, require_hooks
+from hvdtrain.optim.distributed_optimizer import compression_memories, require_distributed, require_hooks
 from hvdtrain.optim.hooks import synchronize_batch_normalization
 from hvdtrain.system import network
 from hvdtrain.training.clock import Clock
@@ -149,6 +149,8 @@ class StepRunner:
 
     def keep_snapshot(self) -> None:
         """From now on, a step that is interrupted can be undone; call it when the metrics are built."""
+        if compression_memories(self.model):  # created in the first step
+            trace_train_step(self.model, self.feed.element_spec)
         self.train_step.snapshot = StepSnapshot(self.model, self.times)
 
     def undo_interrupted_step(self) -> None:
