@@ -6,8 +6,8 @@
 ``speed``: hosts are network namespaces of this machine with one rank each, over links with a given rate and 0.5 ms of
 delay. Trains the CIFAR-10 network and a text classifier (20,000 words, its embedding reduced as a dense tensor), on
 generated samples, with each compression in turn. Prints steps per second and bytes, and the time to the final loss of
-the uncompressed run, relative to that run. ``accuracy``: final accuracy on real digits, with several seeds, without slow
-links. The last results are in ``benchmarks/results/compression.json``.
+the uncompressed run, relative to that run. ``accuracy``: final accuracy on real digits, with several seeds.
+The last results are in ``benchmarks/results/compression.json``.
 """
 
 import argparse

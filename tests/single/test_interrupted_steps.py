@@ -1,6 +1,7 @@
 """A step of an elastic job that is interrupted in one of its reductions and repeated changes nothing."""
 
 import dataclasses
+import time
 
 import keras
 import numpy as np
@@ -43,6 +44,7 @@ class Interruptible(SingleProcessCollectives):
     def _note(self):
         self.num_made += 1
         if self.num_made == self.fails_at:
+            time.sleep(0.05)  # Meanwhile, everything happens that does not wait for this.
             raise RuntimeError("Horovod has lost a rank")
         return True
 
