@@ -93,6 +93,12 @@ class Collectives(Protocol):
             num_buckets: in which they are sent, if there are as many tensors (default: small ones together).
         """
 
+    def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """Sends row i of a matrix ``[size, n]`` to rank i; returns the rows from all ranks, in rank order.
+
+        It works inside a tf.function. ``name`` identifies the call site.
+        """
+
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         """A scalar that is true if it is true on every rank; it works inside a tf.function."""
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.bounded_messages import MAX_MESSAGE_BYTES, blocks, in_pieces, piece_bounds
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import bucket_layout
 from hvdtrain.distributed.gradient_reduction import (
@@ -109,7 +110,7 @@ class HorovodCollectives:
             def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
                 return [self._allreduce(each, self._hvd.Sum, f"{name}_{i}") for i, each in enumerate(tensors)]
 
-            self._compiled_sums[name] = _compiled(reduce)
+            self._compiled_sums[name] = compiled(reduce)
         return self._compiled_sums[name](list(tensors))
 
     def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -173,7 +174,7 @@ class HorovodCollectives:
                 if list(blocks(variable.shape, variable.dtype.size)) == [()]:
                     variable.assign(send(variable.value(), f"hvdtrain_broadcast_{i}"))
 
-        _compiled(overwrite)()
+        compiled(overwrite)()
         for variable in variables:
             indices = list(blocks(variable.shape, variable.dtype.size))
             if indices != [()]:
@@ -343,6 +344,10 @@ class HorovodCollectives:
 
         return gather(row)
 
+    def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        lengths = tf.ones([self.size], tf.int32)
+        return tf.ensure_shape(self._hvd.alltoall(rows, lengths, name=name, **self._call_options)[0], rows.shape)
+
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         flag = self._hvd.allreduce(
             tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true", **self._call_options
@@ -386,11 +391,6 @@ class ProcessSetCollectives(HorovodCollectives):
     @property
     def cross_size(self) -> int:
         return 1
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled, its operations run in parallel; without AutoGraph, which took most of the time of a small broadcast."""
-    return tf.function(tf.autograph.experimental.do_not_convert(function))
 
 
 def build_facts() -> dict[str, bool]:

@@ -72,6 +72,9 @@ class SingleProcessCollectives:
     def step_sum(self, num_buckets: int | None = None) -> StepSum:
         return list
 
+    def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        return rows
+
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         return value
 
