@@ -32,20 +32,11 @@ COMPRESSIONS = {
     "powersgd:4": ["--compression", "powersgd:4"],
 }
 TASKS = {
-    "cifar10": [
-        "--batch-size",
-        "32",
-        "--learning-rate",
-        "0.05",
-        "--checkpoint-every",
-        "100000",
-        "--histograms-every",
-        "0",
-    ],
-    str(HERE / "compression_tasks.py:TEXT"): ["--batch-size", "16", "--sparse-as-dense"],
+    "cifar10": ["--learning-rate", "0.05", "--checkpoint-every", "100000", "--histograms-every", "0"],
+    str(HERE / "compression_tasks.py:TEXT"): ["--sparse-as-dense"],
 }
 DELAY_MS = 0.5
-LONGER = 1.5
+LONGER = 2
 """Compressed runs may need more steps to the same loss."""
 
 
@@ -82,7 +73,9 @@ def command_of(task: str, compression: str, steps: int, run_dir: Path, *more: st
     return [sys.executable, "-m", "hvdtrain", "--task", task, *options]
 
 
-def speed(rates_mbit: list[int], tasks: list[str], ranks: int, repeats: int, steps: int) -> dict[str, Any]:
+def speed(
+    rates_mbit: list[int], tasks: list[str], ranks: int, repeats: int, steps: int, batch_size: int
+) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for rate in rates_mbit:
         for task in tasks:
@@ -95,13 +88,14 @@ def speed(rates_mbit: list[int], tasks: list[str], ranks: int, repeats: int, ste
                     for name, found in runs.items():
                         run_dir = Path(folder) / f"{name}-{repeat}"
                         options = [*TASKS[task], "--data-dir", str(data), "--seed", str(repeat)]
-                        num_steps = steps if name == "none" else int(LONGER * steps)
+                        options += ["--batch-size", str(batch_size)]
+                        num_steps = steps if name == "none" else LONGER * steps
                         line = command_of(task, name, num_steps, run_dir, *options)
                         sent = lab.bytes_sent(lab.names[0])
                         launch = [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), *line]
                         found.append(train(lab.command(lab.names[0], launch), run_dir))
                         found[-1]["bytes_sent_per_step"] = (lab.bytes_sent(lab.names[0]) - sent) / num_steps
-            key = f"{Path(task).name}, {ranks} ranks, {rate} Mbit/s"
+            key = f"{Path(task).name}, {ranks} ranks, batch {batch_size}, {rate} Mbit/s"
             results[key] = runs
             report(key, runs)
     return results
@@ -149,6 +143,7 @@ def main() -> None:
     parser.add_argument("--rates-mbit", type=int, nargs="*", default=[100, 1000])
     parser.add_argument("--tasks", nargs="*", choices=["cifar10", "text"], default=["cifar10", "text"])
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples of each rank in a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
@@ -157,7 +152,9 @@ def main() -> None:
         found: dict[str, Any] = {"accuracy": accuracy(arguments.seeds, arguments.steps)}
     else:
         tasks = [task for task in TASKS if Path(task).name.lower().rpartition(":")[2] in arguments.tasks]
-        found = speed(arguments.rates_mbit, tasks, arguments.ranks, arguments.repeats, arguments.steps)
+        found = speed(
+            arguments.rates_mbit, tasks, arguments.ranks, arguments.repeats, arguments.steps, arguments.batch_size
+        )
     path = HERE / "results" / "compression.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**kept, **found}, indent=1) + "\n")

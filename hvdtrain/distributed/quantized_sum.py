@@ -74,8 +74,8 @@ class QuantizedSum:
         """Rows of floats as rows of bytes: the integers, then the scales."""
         count, largest = rows.shape[0], 2 ** (self._bits - 1) - 1
         blocks = tf.reshape(rows, [count, -1, _BLOCK])
-        # The second term is 0, or NaN if a value is not finite: then the whole block is, on all ranks.
-        scales = tf.reduce_max(tf.abs(blocks), axis=2) / largest + tf.reduce_sum(0 * blocks, axis=2)
+        # Of a value that is not finite, neither is the scale, and so no value of the block on any rank.
+        scales = tf.reduce_max(tf.abs(blocks), axis=2) / largest
         integers = tf.round(tf.math.divide_no_nan(blocks, scales[..., tf.newaxis])) + (largest + 1)
         codes = tf.reshape(tf.cast(integers, tf.uint8), [count, -1])
         if self._bits == 4:
