@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.checkpoint.config import CheckpointConfig
     from hvdtrain.data.sharding import shard
+    from hvdtrain.distributed.compression import Compression
+    from hvdtrain.distributed.half_precision import FP16
+    from hvdtrain.distributed.power_sgd import PowerSGD
     from hvdtrain.distributed.replica_consistency import broadcast
     from hvdtrain.distributed.runtime import Topology, init, process_set
     from hvdtrain.fault_tolerance.job_watch import JobWatch
@@ -35,10 +38,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FP16",
     "BalanceConfig",
     "CheckpointConfig",
     "Checkpointer",
     "CompositeReporter",
+    "Compression",
     "ConsoleReporter",
     "CsvReporter",
     "DistributedGradientTape",
@@ -51,6 +56,7 @@ __all__ = [
     "MLflowReporter",
     "ParameterAverager",
     "PartialDistributedOptimizer",
+    "PowerSGD",
     "QuorumConfig",
     "Reporter",
     "Task",
@@ -76,10 +82,12 @@ _MODULES = {
     "CheckpointConfig": "checkpoint.config",
     "Checkpointer": "checkpoint.checkpointer",
     "CompositeReporter": "loggers.reporter",
+    "Compression": "distributed.compression",
     "ConsoleReporter": "loggers.console",
     "CsvReporter": "loggers.csv_file",
     "DistributedGradientTape": "optim.gradient_tape",
     "DistributedOptimizer": "optim.distributed_optimizer",
+    "FP16": "distributed.half_precision",
     "GuardConfig": "training.config",
     "JobWatch": "fault_tolerance.job_watch",
     "JsonLinesReporter": "loggers.json_lines",
@@ -88,6 +96,7 @@ _MODULES = {
     "MLflowReporter": "loggers.mlflow",
     "ParameterAverager": "local_sgd.averager",
     "PartialDistributedOptimizer": "optim.distributed_optimizer",
+    "PowerSGD": "distributed.power_sgd",
     "QuorumConfig": "training.config",
     "Reporter": "loggers.reporter",
     "Task": "tasks.task",

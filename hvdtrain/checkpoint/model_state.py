@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import keras
 import numpy as np
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.transfer import Spec
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compression_memory import MemorySlot
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.replica_consistency import (
     differing,
@@ -22,12 +23,21 @@ from hvdtrain.distributed.replica_consistency import (
 )
 from hvdtrain.distributed.snapshot import host_array, host_tensor
 from hvdtrain.errors import DataError
+from hvdtrain.optim.distributed_optimizer import compression_memories
 
 Averaged: TypeAlias = Callable[[], AbstractContextManager[None]]
 
+# By the number of the optimizer and the name of the variable.
+_COMPRESSION = "compression/{}/{}"
 # Elements that are averaged at a time.
 _PIECE = 4 << 20
 _NUMBER = re.compile(r"_\d+(?=[_/.]|$)")
+
+
+class Assignable(Protocol):
+    """What a value of a checkpoint can be assigned to."""
+
+    def assign(self, value: Any) -> Any: ...
 
 
 class Captured(NamedTuple):
@@ -67,6 +77,7 @@ class ModelState:
             "metrics": self._metrics(),
             "random": self._random(),
             "weights": {name: variable for name, variable in shared.items() if id(variable) in split},
+            "compression": self._compression(),
         }
         values = {name: host_array(variable) for group in own.values() for name, variable in group.items()}
         is_first, tensors = self._collectives.rank == 0, {}
@@ -106,7 +117,7 @@ class ModelState:
             tensors: the shared tensors.
             specs: those of the arrays of each rank.
         """
-        own = [each for group in ("metrics", "random", "weights") for each in description["own"][group]]
+        own = [each for group in description["own"].values() for each in group]
         if int(description["accumulate"]) < 1:
             raise ValueError(f"accumulate is {description['accumulate']}")
         for name, shape, dtype in [*description["variables"], *own]:
@@ -169,8 +180,11 @@ class ModelState:
             for leaf in leaves_of(self._model):  # Keras counts accumulation steps
                 leaf._iterations.assign(int(leaf._iterations.numpy()) // description["accumulate"] * self._accumulate)
 
-    def own_variables(self, description: Mapping[str, Any]) -> dict[str, keras.Variable]:
-        """Returns the variables that hold what belongs to single ranks, by their names in the checkpoint."""
+    def own_variables(self, description: Mapping[str, Any]) -> dict[str, Assignable]:
+        """Returns what holds the values that belong to single ranks, by their names in the checkpoint."""
+        return {**self._own_variables(description), **self._kept_by_compression(description)}
+
+    def _own_variables(self, description: Mapping[str, Any]) -> dict[str, keras.Variable]:
         saved = [each[0] for each in description["variables"] if not _is_accumulator(each[0])]
         here = [variable for name, variable in self._shared().items() if not _is_accumulator(name)]
         by_name = dict(zip(saved, here, strict=True))
@@ -192,7 +206,7 @@ class ModelState:
         Args:
             read: returns an array of a rank; used on rank 0 only.
         """
-        variables, own = self.own_variables(description), description["own"]
+        variables, own = self._own_variables(description), description["own"]
         metrics = [each[0] for each in own["metrics"] if each[0] in variables]
         for name in metrics:
             variables[name].assign(tf.zeros_like(variables[name].value))
@@ -201,6 +215,38 @@ class ModelState:
         streams = {each[0]: None if read is None else read(0, each[0]) for each in own["random"]}
         for name, state in self._collectives.allgather(streams)[0].items():
             variables[name].assign(own_random_stream(state, self._collectives.rank))
+        self._restore_compression(description, read)
+
+    def _restore_compression(
+        self, description: Mapping[str, Any], read: Callable[[int, str], np.ndarray] | None
+    ) -> None:
+        """Divides the errors of all ranks equally among those of now, so that nothing is lost."""
+        slots = self._kept_by_compression(description)
+        before, now = description["ranks"], self._collectives.size
+        for name, shape, dtype in description["own"].get("compression", []):
+            if name not in slots:
+                continue
+            received = tf.Variable(tf.zeros(shape, dtype), trainable=False)
+            if read is not None:
+                received.assign(slots[name].of_other_ranks([read(rank, name) for rank in range(before)], now))
+            self._collectives.broadcast([received])
+            slots[name].assign(received.numpy())
+
+    def _compression(self) -> dict[str, keras.Variable]:
+        memories = enumerate(compression_memories(self._model))
+        return {_COMPRESSION.format(i, name): v for i, memory in memories for name, v in memory.variables().items()}
+
+    def _kept_by_compression(self, description: Mapping[str, Any]) -> dict[str, MemorySlot]:
+        """Where the values of a checkpoint belong, if there is a compression; an older checkpoint has none."""
+        saved = [each[0] for each in description["own"].get("compression", [])]
+        memories = enumerate(compression_memories(self._model))
+        slots = {
+            name: memory.slot(name.removeprefix(start))
+            for i, memory in memories
+            for name in saved
+            if name.startswith(start := _COMPRESSION.format(i, ""))
+        }
+        return slots
 
     @property
     def _accumulate(self) -> int:

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 
 from hvdtrain.checkpoint import plain_values
 from hvdtrain.checkpoint.draft import Draft
+from hvdtrain.checkpoint.model_state import Assignable
 from hvdtrain.checkpoint.rank_file import RankFileReader
 from hvdtrain.checkpoint.transfer import (
     ArrayReader,
@@ -78,7 +78,7 @@ def gather(
 def scatter(
     file: RankFileReader | None,
     values: Sequence[Any],
-    variables: Mapping[str, keras.Variable],
+    variables: Mapping[str, Assignable],
     collectives: Collectives,
 ) -> Any:
     """Every rank receives the value and the arrays that it had when they were gathered. Collective.

@@ -11,6 +11,7 @@ from hvdtrain.data import Data
 from hvdtrain.data.downloads import local_copies
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, set_ema_ramp
 from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
@@ -69,7 +70,9 @@ def make_model(config: TaskConfig, task: Task, data: Data, collectives: Collecti
     model = task.make_model(data)
     plan = sample_plan(data.training, config.training, collectives)
     plain = make_optimizer(config, task, _learning_rate(config, plan))
-    optimizer = DistributedOptimizer(plain, **as_dict(config.reduction), collectives=collectives)
+    options = as_dict(config.reduction)
+    compression = make_compression(options.pop("compression"), options.pop("compression_after"))
+    optimizer = DistributedOptimizer(plain, **options, compression=compression or "none", collectives=collectives)
     if config.optimizer.ema_ramp:
         set_ema_ramp(optimizer)
     task.compile(model, optimizer)

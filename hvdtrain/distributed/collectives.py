@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.config import ReductionConfig
-from hvdtrain.distributed.gradient_reduction import GradientReducer
+from hvdtrain.distributed.gradient_reduction import GradientReducer, StepSum
 
 
 class Collectives(Protocol):
@@ -82,6 +82,21 @@ class Collectives(Protocol):
         """A function that reduces the gradients of one step over ranks; it works inside a tf.function.
 
         Ranks must first call their reducers in the same order: that order names the reductions.
+        """
+
+    def step_sum(self, num_buckets: int | None = None) -> StepSum:
+        """A function that sums tensors over ranks inside a tf.function; float16 is sent and summed in float16.
+
+        Ranks must first call theirs in the same order, as for :meth:`gradient_reducer`.
+
+        Args:
+            num_buckets: in which they are sent, if there are as many tensors (default: small ones together).
+        """
+
+    def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """Sends row i of a matrix ``[size, n]`` to rank i; returns the rows from all ranks, in rank order.
+
+        It works inside a tf.function. ``name`` identifies the call site.
         """
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:

@@ -5,8 +5,10 @@ from typing import Literal
 
 from cyclopts import Parameter
 
-from hvdtrain.config.fields import Config, help_group, require
+from hvdtrain.config.fields import Config, broken_rule, help_group, require
 from hvdtrain.errors import UsageError
+
+POWER_SGD = "powersgd"
 
 
 @Parameter(name="*", group=help_group("Runtime"))
@@ -33,8 +35,10 @@ class ReductionConfig(Config):
 
     op: Literal["average", "sum", "adasum"] = "average"
     """How the gradients of the ranks are combined."""
-    compression: Literal["none", "fp16"] = "none"
-    """Compression of gradients on the network."""
+    compression: str = "none"
+    """Compression of gradients on the network, with error feedback: none, fp16, or powersgd:RANK."""
+    compression_after: int = 0
+    """Steps whose gradients are sent whole before --compression begins."""
     groups: int | None = None
     """Number of gradient buckets (default: large gradients alone, small ones together up to 1 MiB)."""
     sparse_as_dense: bool = False
@@ -43,7 +47,32 @@ class ReductionConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "groups", lambda value: value >= 1, "at least 1")
+        parse_compression(self.compression)
+        require(self, "compression_after", lambda value: value >= 0, "at least 0")
+        if self.compression_after and self.compression == "none":
+            raise UsageError(
+                f"--compression-after needs --compression. Received: {self.compression_after} without it. Set "
+                "--compression, or leave --compression-after out."
+            )
+        if self.compression != "none" and self.op == "adasum":
+            raise UsageError(
+                f"--op adasum combines whole gradients. Received: --compression {self.compression}. Leave it out."
+            )
         if self.groups is not None and self.op == "adasum":
             raise UsageError(
                 f"--op adasum reduces each gradient alone. Received: --groups {self.groups}. Leave it out."
             )
+
+
+def parse_compression(text: str) -> tuple[str, int]:
+    """The name and the rank of a compression: ``powersgd:4`` -> ``("powersgd", 4)``; the rank of others is 0.
+
+    Raises:
+        UsageError: there is no such compression.
+    """
+    name, colon, rank = text.partition(":")
+    if name == POWER_SGD and rank.isascii() and rank.isdigit() and 1 <= int(rank) <= 1024:
+        return name, int(rank)
+    if colon or name not in ("none", "fp16"):
+        raise broken_rule("compression", "none, fp16, or powersgd:RANK with a rank from 1 to 1024", text)
+    return name, 0

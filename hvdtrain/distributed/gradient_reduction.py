@@ -21,6 +21,8 @@ class ReducedGradients:
     """The reduced buckets; for sparse gradients, the values of all ranks."""
     unpack: Callable[[Sequence[tf.Tensor]], list[Gradient]]
     """Takes the gradients out of buckets."""
+    lost: Sequence[tf.Tensor] = ()
+    """What compression has left out of this rank's buckets."""
 
     @property
     def gradients(self) -> list[Gradient]:
@@ -28,6 +30,8 @@ class ReducedGradients:
 
 
 GradientReducer = Callable[[Sequence[Gradient]], ReducedGradients]
+StepSum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+"""Sums tensors over ranks inside a compiled step; float16 is sent and summed in float16."""
 
 
 def single_rank_reducer(config: ReductionConfig) -> GradientReducer:
@@ -87,7 +91,7 @@ def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
     """
     weight = tf.convert_to_tensor(reduced.gradients[-1])
     buckets = [bucket * tf.cast(tf.math.divide_no_nan(1.0, weight), bucket.dtype) for bucket in reduced.buckets]
-    return ReducedGradients(reduced.sent, buckets, lambda buckets: reduced.unpack(buckets)[:-1])
+    return ReducedGradients(reduced.sent, buckets, lambda buckets: reduced.unpack(buckets)[:-1], reduced.lost)
 
 
 def reduced_but_local(

@@ -9,12 +9,14 @@ import tensorflow as tf
 
 from hvdtrain.distributed.bounded_messages import MAX_MESSAGE_BYTES, blocks, in_pieces, piece_bounds
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import bucket_layout
 from hvdtrain.distributed.gradient_reduction import (
     Gradient,
     GradientReducer,
     ReducedGradients,
+    StepSum,
     is_sparse,
     single_rank_reducer,
     with_unique_rows,
@@ -108,7 +110,7 @@ class HorovodCollectives:
             def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
                 return [self._allreduce(each, self._hvd.Sum, f"{name}_{i}") for i, each in enumerate(tensors)]
 
-            self._compiled_sums[name] = _compiled(reduce)
+            self._compiled_sums[name] = compiled(reduce)
         return self._compiled_sums[name](list(tensors))
 
     def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -172,7 +174,7 @@ class HorovodCollectives:
                 if list(blocks(variable.shape, variable.dtype.size)) == [()]:
                     variable.assign(send(variable.value(), f"hvdtrain_broadcast_{i}"))
 
-        _compiled(overwrite)()
+        compiled(overwrite)()
         for variable in variables:
             indices = list(blocks(variable.shape, variable.dtype.size))
             if indices != [()]:
@@ -209,16 +211,17 @@ class HorovodCollectives:
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         return self._hvd.allgather(tf.constant(array), name=name, **self._call_options).numpy()
 
-    def _allreduce(self, tensor: tf.Tensor, op: Any, name: str, **options: Any) -> tf.Tensor:
+    def _allreduce(self, tensor: tf.Tensor, op: Any, name: str, *, in_half: bool = False) -> tf.Tensor:
         """An allreduce of a tensor of any size and float dtype.
 
-        Horovod does not know bfloat16, and a sum of float16 overflows with few ranks: both are summed in float32.
+        Horovod does not know bfloat16, and a sum of float16 overflows with few ranks: both are summed in float32,
+        unless ``in_half`` says that the sum of float16 cannot overflow.
         """
 
         def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
-            return self._hvd.allreduce(piece, op=op, name=name + suffix, **options, **self._call_options)
+            return self._hvd.allreduce(piece, op=op, name=name + suffix, **self._call_options)
 
-        is_half = tensor.dtype in _HALVES
+        is_half = tensor.dtype in _HALVES and not in_half
         return tf.cast(in_pieces(tf.cast(tensor, tf.float32) if is_half else tensor, send), tensor.dtype)
 
     def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -237,13 +240,10 @@ class HorovodCollectives:
     def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
         if not self.reduces:
             return single_rank_reducer(config)
-        hvd = self._hvd
-        compressor = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}[config.compression]
         if config.op == "adasum":
-            return self._adasum_reducer(compressor)
-        reduce_op = {"average": hvd.Average, "sum": hvd.Sum}[config.op]
-        averages = config.op == "average"
-        name = ""
+            return self._adasum_reducer()
+        averages, name = config.op == "average", ""
+        reduce_op = self._hvd.Average if averages else self._hvd.Sum
 
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
             nonlocal name
@@ -257,13 +257,7 @@ class HorovodCollectives:
             tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
             layout = bucket_layout(tensors, config.groups)
             packed = layout.pack(tensors)
-            # With one core nothing can be hidden behind the backward pass: a reduction meanwhile interrupts it.
-            sent_together = self.size == self.local_size and devices.computes_on_one_core()
-            with tf.control_dependencies(packed if sent_together else []):
-                buckets = [
-                    self._allreduce(each, reduce_op, f"{name}_{i}", compression=compressor)
-                    for i, each in enumerate(packed)
-                ]
+            buckets = self._reduce_buckets(packed, reduce_op, name)
             gathered = [self._gather_slices(gradients[i], averages, f"{name}_rows_{i}") for i in sparse]
 
             def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
@@ -276,6 +270,23 @@ class HorovodCollectives:
             return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack)
 
         return reduce
+
+    def step_sum(self, num_buckets: int | None = None) -> StepSum:
+        name = ""
+
+        def total(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            nonlocal name
+            name = name or self._next_reducer_name()
+            layout = bucket_layout(tensors, num_buckets and min(num_buckets, len(tensors)))
+            return layout.unpack(self._reduce_buckets(layout.pack(tensors), self._hvd.Sum, name, in_half=True))
+
+        return total
+
+    def _reduce_buckets(self, packed: Sequence[tf.Tensor], op: Any, name: str, **options: bool) -> list[tf.Tensor]:
+        # With one core nothing can be hidden behind the backward pass: a reduction meanwhile interrupts it.
+        sent_together = self.size == self.local_size and devices.computes_on_one_core()
+        with tf.control_dependencies(packed if sent_together else []):
+            return [self._allreduce(each, op, f"{name}_{i}", **options) for i, each in enumerate(packed)]
 
     def _next_reducer_name(self) -> str:
         self._num_reducers += 1
@@ -299,21 +310,18 @@ class HorovodCollectives:
         values = tf.cast(values, own.values.dtype) / tf.cast(self.num_ranks() if averages else 1, own.values.dtype)
         return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
 
-    def _adasum_reducer(self, compressor: Any) -> GradientReducer:
-        hvd = self._hvd
+    def _adasum_reducer(self) -> GradientReducer:
         if self.size & (self.size - 1):
             raise UsageError(
                 f"op='adasum' needs a number of ranks that is a power of 2. Received: {self.size}. Use op='average'."
             )
-        if not hvd.mpi_enabled():
+        if not self._hvd.mpi_enabled():
             raise UsageError("op='adasum' needs MPI. This job runs over Gloo: launch with mpirun, or horovodrun --mpi.")
 
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
             # One by one: Adasum uses the angle between two ranks' gradients of each variable.
-            tensors = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            reduced = [
-                hvd.allreduce(each, op=hvd.Adasum, compression=compressor, **self._call_options) for each in tensors
-            ]
+            tensors = list(map(tf.convert_to_tensor, gradients))
+            reduced = [self._hvd.allreduce(each, op=self._hvd.Adasum, **self._call_options) for each in tensors]
             return ReducedGradients(tensors, reduced, list)
 
         return reduce
@@ -335,6 +343,10 @@ class HorovodCollectives:
             return tf.cast(rows, own.dtype), gradient
 
         return gather(row)
+
+    def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        lengths = tf.ones([self.size], tf.int32)
+        return tf.ensure_shape(self._hvd.alltoall(rows, lengths, name=name, **self._call_options)[0], rows.shape)
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         flag = self._hvd.allreduce(
@@ -379,11 +391,6 @@ class ProcessSetCollectives(HorovodCollectives):
     @property
     def cross_size(self) -> int:
         return 1
-
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled, its operations run in parallel; without AutoGraph, which took most of the time of a small broadcast."""
-    return tf.function(tf.autograph.experimental.do_not_convert(function))
 
 
 def build_facts() -> dict[str, bool]:

@@ -20,6 +20,7 @@ from hvdtrain.errors import HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange, join_elastic_job
 from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
 from hvdtrain.fault_tolerance.shutdown import end_job
+from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.hook_state import model_hooks
 from hvdtrain.system import environment, versions
@@ -89,6 +90,11 @@ class State:
                 "model.compile(optimizer=hvdtrain.DistributedOptimizer(…))."
             )
         build_optimizer(model)
+        if _watch is not None and compression_memories(model):
+            raise UsageError(
+                "an elastic loop keeps no state of a compression. Received: an optimizer with compression. Use "
+                "compression='none', or hvdtrain.Trainer."
+            )
         self._model = model
         self._names = tuple(values)
         self._num_commits = 0

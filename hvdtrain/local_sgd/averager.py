@@ -18,6 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd import averaged_variables
 from hvdtrain.local_sgd.anchor_update import AnchorUpdate
 from hvdtrain.local_sgd.config import LocalSGDConfig
+from hvdtrain.local_sgd.displacement_sum import DisplacementSum
 from hvdtrain.local_sgd.facts import FINISHED, LOSS, SAMPLES, STEPS, no_facts, split_facts, with_facts
 from hvdtrain.local_sgd.finite_values import are_finite, non_finite_error, non_finite_paths
 from hvdtrain.local_sgd.flat_variables import FlatVariables, arrays
@@ -80,6 +81,7 @@ class ParameterAverager:
         self._flats = FlatVariables(trained, followed)
         self._variables = trained + followed
         self._anchor_update = AnchorUpdate(make_outer_optimizer(config), num_trained=self._flats.ends[0])
+        self._sum = DisplacementSum(self._collectives, config.sync_dtype, num_trained=self._flats.ends[0])
         self._interval = SyncInterval(config)
         self._anchor: Flats | None = None
         self._velocity: Flats = ()
@@ -218,7 +220,7 @@ class ParameterAverager:
                     total, pending_facts = split_facts(total)
                 start, velocity = self._anchor_update.one(i, total, pending_facts, start, velocity)
                 now = start + (now - self._pending.sent[i]) if self._pending.steps_since else start
-            message = self._samples * (now - start)
+            message = self._samples * self._sum.displacement(i, now, start)
             if i == 0:
                 message = self._with_facts(message, finished=False)
             (total,) = self._collectives.sum_tensors([message], f"hvdtrain_view_{i}")
@@ -267,6 +269,7 @@ class ParameterAverager:
                 "totals": arrays(pending.totals.result()),
                 "steps_since": pending.steps_since,
             },
+            "sum": self._sum.state(),
         }
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
@@ -286,6 +289,7 @@ class ParameterAverager:
         self.total_staleness_steps = rank_state["late_steps"]
         self.max_staleness_steps = rank_state["most_late_steps"]
         self.bytes_reduced = rank_state["bytes_reduced"]
+        self._sum.restore(rank_state.get("sum"))  # An older checkpoint has none.
         if (pending := rank_state["pending"]) is not None:
             totals = [tf.constant(each) for each in pending["totals"]]
             sent = [tf.constant(each) for each in pending["sent"]]
@@ -305,7 +309,7 @@ class ParameterAverager:
 
     def start_round(self, state: Mapping[str, Any], *, missed_steps: int) -> None:
         """Starts with the last average of another rank, in a round in which it has made so many steps already."""
-        mine = {**self.rank_state(), "samples": 0, "steps": missed_steps, "loss": 0.0, "pending": None}
+        mine = {**self.rank_state(), "samples": 0, "steps": missed_steps, "loss": 0.0, "pending": None, "sum": None}
         self.restore(state, mine)
         self._missed_steps = missed_steps
         self._flats.assign(self._anchor)
@@ -327,10 +331,11 @@ class ParameterAverager:
         sent = self._flats.read()
         self._require_own_finite(sent)
         message = self._message(sent, self._anchor, finished)
-        self.bytes_reduced += sum(each.shape.num_elements() * each.dtype.size for each in message)
+        self.bytes_reduced += self._sum.num_bytes(message)
+        samples = self._samples
 
         def reduce() -> Flats:
-            return self._collectives.sum_tensors(message, "hvdtrain_average")
+            return self._sum.sum(message, samples)
 
         self._pending = PendingAverage(
             sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
@@ -341,7 +346,8 @@ class ParameterAverager:
 
     def _message(self, values: Flats, anchor: Flats, finished: bool) -> list[tf.Tensor]:
         """This rank's contribution: displacements times samples, and the facts."""
-        message = [self._samples * (value - start) for value, start in zip(values, anchor, strict=True)]
+        pairs = enumerate(zip(values, anchor, strict=True))
+        message = [self._samples * self._sum.displacement(i, value, start) for i, (value, start) in pairs]
         return [self._with_facts(message[0], finished), *message[1:]]
 
     def _with_facts(self, first: tf.Tensor, finished: bool) -> tf.Tensor:
@@ -362,6 +368,7 @@ class ParameterAverager:
         since = zip(anchor, self._flats.read(), pending.sent, strict=True) if pending.steps_since else ()
         self._flats.assign([a + (now - sent) for a, now, sent in since] or anchor)
         self._anchor, self._pending = anchor, None
+        self._sum.merged()
         self.rounds += 1
         self.total_staleness_steps += pending.steps_since
         self.max_staleness_steps = max(self.max_staleness_steps, pending.steps_since)

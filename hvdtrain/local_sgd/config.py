@@ -15,8 +15,8 @@ class LocalSGDConfig(Config):
     """Local SGD: each rank makes steps of its own, and parameters are averaged periodically (Stich, arXiv:1805.09767).
 
     Sources: ``adacomm``: Wang and Joshi, arXiv:1810.08313; ``nesterov``: DiLoCo, arXiv:2311.08105, and SlowMo,
-    arXiv:1910.00643; ``overlap``: CoCoD-SGD, Shen et al., IJCAI 2019; ``sync_steps_first``: post-local SGD, Lin et
-    al., arXiv:1808.07217.
+    arXiv:1910.00643; ``sync_dtype``: Streaming DiLoCo, arXiv:2501.18512, which sends 4 bits; ``overlap``: CoCoD-SGD,
+    Shen et al., IJCAI 2019; ``sync_steps_first``: post-local SGD, Lin et al., arXiv:1808.07217.
     """
 
     sync_every: int = 16
@@ -35,6 +35,8 @@ class LocalSGDConfig(Config):
     """Average in the background while ranks continue to train."""
     wait_free: bool = False
     """Do not wait for stragglers: faster ranks make more steps until the slowest has made its own."""
+    sync_dtype: Literal["float32", "int8", "int4"] = "float32"
+    """Data type in which displacements of weights are sent; integers with scales and error feedback."""
     sync_steps_first: int = 0
     """Steps in sync mode before local SGD begins (post-local SGD)."""
     average_across: Literal["rank", "host"] = "rank"

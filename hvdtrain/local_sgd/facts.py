@@ -4,12 +4,12 @@ import numpy as np
 import tensorflow as tf
 
 SAMPLES, STEPS, LOSS, FINISHED = range(4)
-_NUM_FACTS = 4
+NUM_FACTS = 4
 
 
 def no_facts() -> np.ndarray:
     """Facts that are all 0."""
-    return np.zeros(_NUM_FACTS)
+    return np.zeros(NUM_FACTS)
 
 
 def with_facts(tensor: tf.Tensor, *, samples: int, steps: int, loss: float, finished: bool) -> tf.Tensor:
@@ -21,4 +21,4 @@ def with_facts(tensor: tf.Tensor, *, samples: int, steps: int, loss: float, fini
 
 def split_facts(total: tf.Tensor) -> tuple[tf.Tensor, np.ndarray]:
     """Separates a tensor from the sums of the facts over ranks."""
-    return total[:-_NUM_FACTS], total[-_NUM_FACTS:].numpy().astype(float)
+    return total[:-NUM_FACTS], total[-NUM_FACTS:].numpy().astype(float)

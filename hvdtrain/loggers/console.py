@@ -125,7 +125,7 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if skipped:
         yield "skipped", ", ".join(skipped)
     if (error := summary.get("compression_error")) is not None:
-        yield "fp16 error", f"{error:.1e} of the gradient's norm"
+        yield "compression", f"left out {error:.1e} of the last gradient's norm, for the next step"
 
 
 def _percent(share: float) -> str:

@@ -8,11 +8,15 @@ import tensorflow as tf
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compressed_reduction import CompressedReducer, make_reducer
+from hvdtrain.distributed.compression import Compression
+from hvdtrain.distributed.compression_memory import CompressionMemory
+from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.equal_start import EqualStart
-from hvdtrain.optim.hook_state import GradientHooks, gradient_hooks
+from hvdtrain.optim.hook_state import GradientHooks, gradient_hooks, model_hooks
 from hvdtrain.optim.hooks import install_gradient_hooks
 
 
@@ -20,7 +24,7 @@ def DistributedOptimizer(
     optimizer: keras.optimizers.Optimizer,
     *,
     op: str = ReductionConfig.op,
-    compression: str = ReductionConfig.compression,
+    compression: str | Compression = ReductionConfig.compression,
     groups: int | None = ReductionConfig.groups,
     sparse_as_dense: bool = ReductionConfig.sparse_as_dense,
     collectives: Collectives | None = None,
@@ -40,7 +44,9 @@ def DistributedOptimizer(
         op: ``average`` (equal to one process with the whole batch), ``sum``, or ``adasum``, which averages gradients
             that agree and adds those that are orthogonal (Maleki et al., arXiv:2006.02924; applied to gradients; the
             number of ranks must be a power of 2; MPI only).
-        compression: ``none``, or ``fp16`` to send half the bytes in half precision.
+        compression: ``none``, ``fp16`` (half precision: half the bytes) or ``powersgd:RANK`` (matrices of this rank,
+            Vogels et al., arXiv:1905.13727), with error feedback; or an object: ``hvdtrain.FP16()``,
+            ``hvdtrain.PowerSGD(rank=4, start_after=100)``, or a :class:`~hvdtrain.Compression` of your own.
         groups: number of gradient buckets; None: large gradients alone, small ones together.
         sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
@@ -57,11 +63,13 @@ def DistributedOptimizer(
         raise UsageError(
             f"an optimizer must be wrapped once. Received: {optimizer.name}, which is distributed already."
         )
-    reduction = ReductionConfig(op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
+    reduction = ReductionConfig(op=op, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
+    compressing = make_compression(compression)
     collectives = collectives or runtime.current().collectives
     for leaf in leaves(optimizer):
-        reducer = collectives.gradient_reducer(reduction)
-        install_gradient_hooks(leaf, GradientHooks(reduction, collectives, reducer, EqualStart(collectives)))
+        reducer = make_reducer(collectives, reduction, compressing)
+        hooks = GradientHooks(reduction, collectives, reducer, EqualStart(collectives), compression=compressing)
+        install_gradient_hooks(leaf, hooks)
     return optimizer
 
 
@@ -136,7 +144,7 @@ def set_collectives(optimizer: keras.optimizers.Optimizer, collectives: Collecti
     for leaf in leaves(optimizer):
         hooks = require_hooks(leaf)
         hooks.collectives = collectives
-        hooks.reduce = collectives.gradient_reducer(hooks.reduction)
+        hooks.reduce = make_reducer(collectives, hooks.reduction, hooks.compression)
 
 
 def set_ema_ramp(optimizer: keras.optimizers.Optimizer) -> None:
@@ -157,12 +165,22 @@ def require_hooks(optimizer: keras.optimizers.Optimizer) -> GradientHooks:
     return hooks
 
 
-def gradient_bytes(optimizer: keras.optimizers.Optimizer) -> int:
-    """The bytes of gradients that a rank passes to the allreduce at each update, sparse ones counted as dense."""
+def gradient_bytes(optimizer: keras.optimizers.Optimizer, updates: int) -> int:
+    """The bytes of gradients that a rank passes to the allreduce in its first updates, sparse ones counted as dense."""
     total = 0
     for leaf in leaves(optimizer):
-        compresses = require_hooks(leaf).reduction.compression == "fp16"
+        compression = require_hooks(leaf).compression
+        num_whole = updates if compression is None else min(updates, compression.start_after)
         for variable in leaf._trainable_variables:
-            element_bytes = 2 if compresses else max(4, tf.as_dtype(variable.dtype).size)
-            total += variable.value.shape.num_elements() * element_bytes
+            dtype = tf.as_dtype(variable.dtype)
+            whole = variable.value.shape.num_elements() * max(4, dtype.size)
+            spec = tf.TensorSpec(variable.value.shape, dtype)
+            compressed = None if compression is None else compression.num_bytes(spec)
+            total += num_whole * whole + (updates - num_whole) * (whole if compressed is None else compressed)
     return total
+
+
+def compression_memories(model: keras.Model) -> list[CompressionMemory]:
+    """What the compressed reductions of a model's optimizers keep, in order."""
+    reducers = [hooks.reduce for hooks in model_hooks(model)]
+    return [each.memory for each in reducers if isinstance(each, CompressedReducer)]

@@ -6,7 +6,10 @@ import tensorflow as tf
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compressed_reduction import make_reducer
+from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.errors import UsageError
 
 
 class DistributedGradientTape:
@@ -18,7 +21,7 @@ class DistributedGradientTape:
     Args:
         tape: the tape to wrap (default: a new one).
         op: as for :func:`~hvdtrain.DistributedOptimizer`, as are the next three options.
-        compression: of gradients on the network.
+        compression: ``none`` or ``fp16``; without error feedback, because a tape keeps nothing from step to step.
         groups: number of gradient buckets.
         sparse_as_dense: reduce the gradients of embeddings as dense tensors.
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
@@ -37,9 +40,15 @@ class DistributedGradientTape:
         sparse_as_dense: bool = ReductionConfig.sparse_as_dense,
         collectives: Collectives | None = None,
     ):
-        config = ReductionConfig(op=op, compression=compression, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
+        if compression not in ("none", "fp16"):
+            raise UsageError(
+                f"compression of a tape must be none or fp16, which need no state. Received: {compression}. Use "
+                "DistributedOptimizer."
+            )
+        config = ReductionConfig(op=op, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
         self._tape = tf.GradientTape() if tape is None else tape
-        self._reduce = (collectives or runtime.current().collectives).gradient_reducer(config)
+        collectives = collectives or runtime.current().collectives
+        self._reduce = make_reducer(collectives, config, make_compression(compression), keeps_errors=False)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """The reduced gradients, in the structure of ``sources``; None where there is none. All ranks must call it."""

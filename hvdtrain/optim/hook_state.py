@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compression import Compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
 from hvdtrain.distributed.optimizers import leaves, leaves_of
@@ -46,6 +47,7 @@ class GradientHooks:
     collectives: Collectives
     reduce: GradientReducer
     equal_start: EqualStart
+    compression: Compression | None = None
     epoch_steps: EpochSteps | None = None
     """If not None, counts steps in ``model.fit``; compiled steps must be compiled anew when it changes."""
     local_variables: Callable[[], Sequence[keras.Variable]] = list

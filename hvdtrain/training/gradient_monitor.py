@@ -83,7 +83,8 @@ class GradientMonitor:
         """Whether each variable's gradient was finite when culprits were last recorded; shape ``[variables]``."""
         self._copies: dict[int, tf.Variable] = {}
         self._paths: dict[int, str] = {}
-        self._compresses = require_hooks(self._leaves[0]).reduction.compression == "fp16"
+        self._compresses = False
+        """Whether gradients are compressed in the step that was traced."""
         self.applies: tf.Variable | None = None
         """If steps may be skipped: whether the last one was not."""
         for i, leaf in enumerate(self._leaves):
@@ -104,9 +105,10 @@ class GradientMonitor:
                 keras.ops.cond(
                     step % self._copy_every == 0, lambda: self._copy(reduced.gradients, variables), lambda: None
                 )
-            if self._compresses:
+            if reduced.lost:
+                self._compresses = True
                 is_due = step % self._compression_error_every == 0
-                keras.ops.cond(is_due, lambda: self._measure_compression(reduced.sent), lambda: None)
+                keras.ops.cond(is_due, lambda: self._measure_compression(reduced), lambda: None)
             finite = tf.math.is_finite(half)
             return self._decide(finite, reduced, variables, hooks.applies)
 
@@ -154,10 +156,9 @@ class GradientMonitor:
         for gradient, variable in zip(reduced, variables, strict=True):
             self._copies[id(variable)].assign(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
 
-    def _measure_compression(self, sent: Sequence[tf.Tensor]) -> None:
-        values = [tf.cast(bucket, tf.float32) for bucket in sent]
-        lost = [value - tf.cast(tf.cast(value, tf.float16), tf.float32) for value in values]
-        self._compression_error.assign(tf.linalg.global_norm(lost) / tf.maximum(tf.linalg.global_norm(values), 1e-30))
+    def _measure_compression(self, reduced: ReducedGradients) -> None:
+        lost, sent = (tf.add_n([_half_squared_norm(each) for each in part]) for part in (reduced.lost, reduced.sent))
+        self._compression_error.assign(tf.sqrt(lost / tf.maximum(sent, 1e-30)))
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the state of each variable's gradient; call it before the first step.
@@ -217,7 +218,7 @@ class GradientMonitor:
         self._skipped.assign(skipped_steps)
 
     def compression_error(self) -> float | None:
-        """The error of fp16 on this rank's last gradient, relative to its norm; None without compression."""
+        """What compression left out of this rank's last gradient, relative to its norm; None without compression."""
         return float(self._compression_error.numpy()) if self._compresses else None
 
     def copies(self) -> Mapping[str, np.ndarray]:

@@ -17,7 +17,12 @@ from hvdtrain.distributed.optimizers import build_optimizer, leaves_of, optimize
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.config import LoggingConfig
-from hvdtrain.optim.distributed_optimizer import require_distributed, require_hooks
+from hvdtrain.optim.distributed_optimizer import (
+    compression_memories,
+    gradient_bytes,
+    require_distributed,
+    require_hooks,
+)
 from hvdtrain.optim.hooks import synchronize_batch_normalization
 from hvdtrain.system import network
 from hvdtrain.training.clock import Clock
@@ -149,6 +154,8 @@ class StepRunner:
 
     def keep_snapshot(self) -> None:
         """From now on, a step that is interrupted can be undone; call it when the metrics are built."""
+        if compression_memories(self.model):  # created in the first step
+            trace_train_step(self.model, self.feed.element_spec)
         self.train_step.snapshot = StepSnapshot(self.model, self.times)
 
     def undo_interrupted_step(self) -> None:
@@ -175,6 +182,11 @@ class StepRunner:
             # A user's own train_step need not call the model as Keras would.
             if required:
                 trace_train_step(self.model, self.feed.element_spec)
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Bytes that this rank passes to the allreduce in each step of sync mode."""
+        return sum(gradient_bytes(each, 1) for each in optimizers_of(self.model))
 
     @property
     def updates(self) -> int:

@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables, optimizers_of
 from hvdtrain.distributed.replica_consistency import random_streams
+from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.training.step_times import StepTimes
 
 
@@ -24,6 +25,7 @@ class StepSnapshot:
         leaves = leaves_of(model)
         if len(leaves) > 1 or type(model).train_step is not keras.Model.train_step:
             changed = [*model.weights, *optimizer_variables(model)]
+            changed += [v for memory in compression_memories(model) for v in memory.variables().values()]
         else:
             changed = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
             changed += [leaves[0]._iterations, *getattr(leaves[0], "_accumulated_gradients", [])]

@@ -21,6 +21,8 @@ JOBS = {
     ("subsets", 4): 13,
     ("balancing", 2): 8,
     ("quorum", 2): 10,
+    ("compression", 2): 24,
+    ("few_bits", 2): 12,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}

@@ -150,18 +150,21 @@ def test_bench(tmp_path):
     assert unsteady.code == 0, unsteady.output
     assert "* unsteady: two measurements of 'sync' must differ by at most" in unsteady.output
     assert all(case["unsteady"] for case in json.loads((tmp_path / "bench.json").read_text())["cases"].values())
-    line += ["--max-spread", "100", "--sync-every", "5", "--predict", "2"]
+    line += ["--max-spread", "100", "--sync-every", "5", "--predict", "2", "--compressions", "fp16"]
     job = run_job(line, ranks=2, timeout_s=120)
     assert job.code == 0, job.output
     found = json.loads((tmp_path / "bench.json").read_text())
     assert not any(case["unsteady"] for case in found["cases"].values())
     ranks = {name: case["ranks"] for name, case in found["cases"].items()}
-    assert ranks == {"one rank alone": 1, "no communication": 2, "sync": 2, "local": 2}
+    assert ranks == {"one rank alone": 1, "no communication": 2, "sync": 2, "local": 2, "sync, fp16": 2}
     assert found["ratios"].keys() == {
         "no communication over one rank alone",
         "sync over no communication",
         "local over no communication",
+        "sync, fp16 over sync",
     }
+    assert found["bytes_per_step"]["sync"] == 2 * found["bytes_per_step"]["sync, fp16"] > 0
+    assert found["recommended_compression"] in ("none", "fp16")
     assert found["steps_of_a_measurement"] % 5 == 0
     assert sum(found["shares"][f"{name}_fraction"] for name in ("input", "compute", "communication")) >= 0.99
     assert found["shares"]["communication_fraction"] > 0

@@ -47,6 +47,26 @@ def test_unsteady_measurements_are_marked():
     )
 
 
+@pytest.mark.parametrize(
+    ("times", "name"),
+    [
+        ({"fp16": 0.6, "powersgd:4": 0.2}, "powersgd:4"),
+        ({"fp16": 0.6, "powersgd:4": 0.55}, "fp16"),
+        ({"fp16": 0.95, "powersgd:4": 1.2}, "none"),
+    ],
+)
+def test_a_compression_is_recommended_for_a_tenth_of_a_step(times, name):
+    assert measurements.recommended(times) == name
+
+
+def test_report_of_compressions():
+    bytes_per_step = {SYNC: 4_000_000, "sync, fp16": 2_000_000}
+    text = report.table({**found(2), "bytes_per_step": bytes_per_step, "recommended_compression": "fp16"})
+    assert "gradients of a step, sync: 4,000,000 bytes\n" in text
+    assert "gradients of a step, sync, fp16: 2,000,000 bytes, 1/2.0 of those of sync\n" in text
+    assert "recommended: --compression fp16\n" in text
+
+
 def test_report_marks_unsteady_cases_and_their_ratios():
     reported = found(2)
     reported["cases"][SYNC] = {**reported["cases"][SYNC], "unsteady": "two measurements differ"}
@@ -91,6 +111,8 @@ def test_report(ranks, tmp_path):
     ("arguments", "message"),
     [
         (["--blocks", "3"], "--blocks must be at least 4. Received: 3"),
+        (["--compressions", "fp16,none"], "--compressions must be compressions separated by commas"),
+        (["--compressions", "gzip"], "--compression must be none, fp16, or powersgd:RANK"),
         (["--max-spread", "0"], "--max-spread must be a finite number above 0. Received: 0.0"),
         (["--wait-free"], "bench measures rounds of equal length"),
         (["--checkpoint-every", "3"], "Unknown option: --checkpoint-every"),

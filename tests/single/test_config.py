@@ -25,7 +25,7 @@ from hvdtrain.loggers.config import LoggingConfig
         ({"learning_rate": -0.1}, "--learning-rate must be a finite number above 0"),
         ({"clip_norm": 0.0}, "--clip-norm must be a finite number above 0"),
         ({"lr_decay": "linear"}, "--lr-decay must be one of none, exponential, cosine. Received: 'linear'"),
-        ({"compression": "zip"}, "--compression must be one of none, fp16"),
+        ({"compression": "zip"}, "--compression must be none, fp16, or powersgd:RANK"),
         ({"ema": 1.0}, "--ema must be at least 0 and below 1. Received: 1.0"),
         ({"weight_decay": -0.1}, "--weight-decay must be a finite number, at least 0"),
         ({"groups": 0}, "--groups must be at least 1"),

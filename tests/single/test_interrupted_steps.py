@@ -1,6 +1,7 @@
 """A step of an elastic job that is interrupted in one of its reductions and repeated changes nothing."""
 
 import dataclasses
+import time
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.shutdown import is_secondary
+from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.training.members import require_supported
 from hvdtrain.training.step_runner import StepRunner
 from hvdtrain.training.strategies.strategy import Place
@@ -42,6 +44,7 @@ class Interruptible(SingleProcessCollectives):
     def _note(self):
         self.num_made += 1
         if self.num_made == self.fails_at:
+            time.sleep(0.05)  # Meanwhile, everything happens that does not wait for this.
             raise RuntimeError("Horovod has lost a rank")
         return True
 
@@ -60,6 +63,9 @@ class Interruptible(SingleProcessCollectives):
             return dataclasses.replace(reduced, buckets=self._sent(reduced.buckets))
 
         return reduce_or_fail
+
+    def step_sum(self, num_buckets=None):
+        return self._sent
 
     def all_true(self, value):
         return self._sent([value])[0]
@@ -93,17 +99,22 @@ class TwoOptimizers(keras.Sequential):
         return {"loss": self._loss_tracker.result()}
 
 
-def runner(make_optimizer, model_class=keras.Sequential, x=X, starts=True, **options) -> StepRunner:
+def runner(make_optimizer, model_class=keras.Sequential, x=X, starts=True, compression=None, **options) -> StepRunner:
     keras.utils.set_random_seed(3)
     dense = layers.Dense(8, activation="tanh")
     model = model_class([layers.Input((6,)), dense, layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(4)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(make_optimizer(), loss, metrics=["accuracy"])
+    collectives, optimizer = Interruptible(), make_optimizer()
+    if compression is not None:
+        optimizer = hvdtrain.DistributedOptimizer(optimizer, compression=compression, collectives=collectives)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    if compression is not None and model_class is TwoOptimizers:
+        hvdtrain.DistributedOptimizer(model.second, compression=compression, collectives=collectives)
     made = StepRunner(
         model,
         Arrays(x, Y),
         train_config(batch_size=8, steps=STEPS, **options),
-        collectives=(collectives := Interruptible()),
+        collectives=collectives,
         job_watch=JobWatch(collectives),
     )
     if starts:
@@ -118,7 +129,15 @@ def train(made: StepRunner, until: int) -> None:
 
 
 def state(made: StepRunner) -> list[np.ndarray]:
-    return [each.numpy() for each in [*made.model.variables, *optimizer_variables(made.model)]]
+    memories = [each for memory in compression_memories(made.model) for each in memory.variables().values()]
+    return [each.numpy() for each in [*made.model.variables, *optimizer_variables(made.model), *memories]]
+
+
+class LastKernel(hvdtrain.FP16):
+    """The gradients of the first layers are sent whole, and could be used earlier."""
+
+    def num_bytes(self, gradient):
+        return super().num_bytes(gradient) if gradient.shape == (8, 4) else None
 
 
 ADAM = keras.optimizers.Adam
@@ -144,6 +163,19 @@ CASES = {
     "bad samples": (lambda: ADAM(0.01), {"bad_samples": 1}),
     "synchronized batch normalization": (lambda: ADAM(0.01), {"sync_batchnorm": True}),
     "jit_compile": (lambda: ADAM(0.01), {"jit_compile": True}),
+    "half precision": (lambda: ADAM(0.01), {"compression": "fp16"}),
+    "PowerSGD": (
+        lambda: ADAM(0.01, gradient_accumulation_steps=2),
+        {"compression": hvdtrain.PowerSGD(rank=1, start_after=2), "gradient_accumulation_steps": 2},
+    ),
+    "half precision of the last kernel, without a check": (
+        lambda: ADAM(0.01),
+        {"compression": LastKernel(), "on_nan": "ignore"},
+    ),
+    "half precision and several optimizers": (
+        lambda: ADAM(0.01),
+        {"compression": "fp16", "model_class": TwoOptimizers},
+    ),
     "several optimizers": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1), {"model_class": TwoOptimizers}),
 }
 

@@ -108,7 +108,7 @@ def test_console_prints_a_table_at_the_end():
         "  share of step    input 1 %  compute 80 %  communication 19 %",
         "  slowest rank     1 (host b): last in 63 % of steps, 1.04 times the median",
         "  skipped          3 steps (not finite), 1 sample (unreadable)",
-        "  fp16 error       2.3e-04 of the gradient's norm",
+        "  compression      left out 2.3e-04 of the last gradient's norm, for the next step",
         "evaluation: loss 0.5",
         "weights_sha256: abc (equal on all ranks)",
     ]
@@ -122,7 +122,10 @@ def test_console_prints_a_table_at_the_end():
         ({"communication_fraction": 0.0}, ["  share of step    communication 0 %"]),
         ({"skipped_steps": 1}, ["  skipped          1 step (not finite)"]),
         ({"bad_samples": 2}, ["  skipped          2 samples (unreadable)"]),
-        ({"compression_error": 0.0}, ["  fp16 error       0.0e+00 of the gradient's norm"]),
+        (
+            {"compression_error": 0.0},
+            ["  compression      left out 0.0e+00 of the last gradient's norm, for the next step"],
+        ),
     ],
 )
 def test_rows_without_a_value_are_omitted(details, rows):

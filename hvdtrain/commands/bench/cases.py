@@ -64,7 +64,24 @@ def make_cases(config: BenchConfig, task: Task, data: Data, session: Session) ->
         Case(INDEPENDENT, independent),
         Case(SYNC, make_runner(config, task, data, session, collectives, mode="sync")),
         Case(LOCAL, make_runner(config, task, data, session, collectives, mode="local")),
+        *(
+            Case(
+                compressed(name),
+                make_runner(_with_compression(config, name), task, data, session, collectives, mode="sync"),
+            )
+            for name in config.measurement.measured_compressions
+        ),
     ]
+
+
+def compressed(name: str) -> str:
+    """The name of the case of sync mode with a compression."""
+    return f"{SYNC}, {name}"
+
+
+def _with_compression(config: BenchConfig, name: str) -> BenchConfig:
+    reduction = dataclasses.replace(config.reduction, compression=name, compression_after=0)
+    return dataclasses.replace(config, reduction=reduction)
 
 
 def make_runner(

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.commands.bench import gradient_times, measurements, prediction, reductions, report
-from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC, Case, make_cases, steps_per_block
+from hvdtrain.commands.bench.cases import (
+    ALONE,
+    INDEPENDENT,
+    LOCAL,
+    SYNC,
+    Case,
+    compressed,
+    make_cases,
+    steps_per_block,
+)
 from hvdtrain.commands.bench.config import BenchConfig
 from hvdtrain.commands.building import local_data_dir, read_task, with_task_defaults
 from hvdtrain.commands.figures import NO_FIGURE
@@ -80,9 +89,15 @@ def _facts(
         calls_ms = [each for calls in session.collectives.allgather(case.clock.calls_ms()) for each in calls]
         unsteady = measurements.unsteadiness(measured, case.name, config.measurement.max_spread)
         found["cases"][case.name] = {**measurements.describe(measured, case.name, calls_ms), "unsteady": unsteady}
-    for name, to in ((INDEPENDENT, ALONE), (SYNC, INDEPENDENT), (LOCAL, INDEPENDENT)):
+    compressions = {name: compressed(name) for name in config.measurement.measured_compressions}
+    pairs = [(INDEPENDENT, ALONE), (SYNC, INDEPENDENT), (LOCAL, INDEPENDENT)]
+    for name, to in (*pairs, *((case, SYNC) for case in compressions.values())):
         if name in measured:
             found["ratios"][f"{name} over {to}"] = measurements.ratio(measured, name, to)
+    found["bytes_per_step"] = {case.name: case.runner.bytes_per_step for case in cases if case.name.startswith(SYNC)}
+    if compressions and SYNC in measured:
+        slowdowns = {name: found["ratios"][f"{case} over {SYNC}"]["median"] for name, case in compressions.items()}
+        found["recommended_compression"] = measurements.recommended(slowdowns)
     shown = next((case for case in cases if case.name == SYNC), cases[0])
     found["shares"] = shown.runner.time_shares.summary(found["cases"][shown.name]["step_ms"])
     speed = found["cases"][shown.name]["examples_per_second"]

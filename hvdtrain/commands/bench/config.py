@@ -8,6 +8,7 @@ from cyclopts import Parameter
 
 from hvdtrain.commands.config import TaskConfig
 from hvdtrain.config.fields import NOT_AN_OPTION, Config, broken_rule, default_of, flag_of, help_group, require
+from hvdtrain.distributed.config import parse_compression
 from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.training.config import StepConfig
@@ -90,14 +91,24 @@ class MeasurementConfig(Config):
     """Measurements of each case, interleaved with those of the others."""
     block_seconds: float = 1.0
     """Minimum duration of a measurement."""
+    compressions: str | None = None
+    """Also measure sync mode with these values of --compression, such as fp16,powersgd:4, and recommend one."""
     max_spread: float = 0.1
     """Mark a case as unsteady if the medians of its odd and even measurements differ by more than this fraction."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "blocks", lambda value: value >= 4, "at least 4")
+        for name in self.measured_compressions:
+            if parse_compression(name)[0] == "none":
+                raise broken_rule("compressions", "compressions separated by commas, such as fp16,powersgd:4", name)
         for name in ("block_seconds", "max_spread"):
             require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
+
+    @property
+    def measured_compressions(self) -> list[str]:
+        """The names in ``--compressions``."""
+        return [] if self.compressions is None else self.compressions.split(",")
 
 
 @Parameter(name="*", group=help_group("Task"))

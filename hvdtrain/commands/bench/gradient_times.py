@@ -12,6 +12,8 @@ from hvdtrain.commands.bench.cases import make_runner
 from hvdtrain.commands.bench.config import BenchConfig
 from hvdtrain.commands.session import Session
 from hvdtrain.data import Data
+from hvdtrain.distributed.compression import Compression
+from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients, unreduced
@@ -29,8 +31,9 @@ def _now_s(_: np.ndarray) -> np.float64:
 class _TimingCollectives(SingleProcessCollectives):
     """Reduces nothing; records when each gradient could be reduced."""
 
-    def __init__(self) -> None:
+    def __init__(self, compression: Compression | None) -> None:
         super().__init__()
+        self._compression = compression
         self.bytes: list[int] = []
         """The size of each gradient."""
         self.buckets: Sequence[Sequence[int]] = []
@@ -38,12 +41,14 @@ class _TimingCollectives(SingleProcessCollectives):
         self.ready: tf.Variable | None = None
         """When each gradient of the last step was ready, in seconds since 1970."""
 
-    def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
-        compression_factor = 2 if config.compression == "fp16" else 1
+    def _sent_bytes(self, gradient: tf.TensorSpec) -> int:
+        compressed = None if self._compression is None else self._compression.num_bytes(gradient)
+        return gradient.dtype.size * gradient.shape.num_elements() if compressed is None else compressed
 
+    def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-            self.bytes = [each.dtype.size * each.shape.num_elements() // compression_factor for each in dense]
+            self.bytes = [self._sent_bytes(tf.TensorSpec(each.shape, each.dtype)) for each in dense]
             self.buckets = bucket_layout(dense, len(dense) if config.op == "adasum" else config.groups).members
             if self.ready is None:
                 with tf.init_scope(), tf.device("CPU"):
@@ -61,7 +66,7 @@ class _TimingCollectives(SingleProcessCollectives):
 
 def measure(config: BenchConfig, task: Task, data: Data, session: Session) -> list[tuple[int, float]]:
     """For each bucket its bytes, and after which fraction of a step without communication it is ready (median)."""
-    collectives = _TimingCollectives()
+    collectives = _TimingCollectives(make_compression(config.reduction.compression))
     single_steps = dataclasses.replace(config, training=dataclasses.replace(config.training, steps_per_execution=1))
     runner = make_runner(single_steps, task, data, session, collectives, mode="sync")
     runner.run_steps(1, Clock())  # compiles

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC
+from hvdtrain.commands.bench.cases import ALONE, SYNC
 from hvdtrain.commands.figures import make_figure
 
 _MARK = "*"
@@ -30,6 +30,12 @@ def table(found: dict[str, Any]) -> str:
         shares = found["shares"]
         lines.append("of a sync step: " + ", ".join(f"{name} {shares[f'{name}_fraction']:.1%}" for name in _SHARES))
         lines.append(f"scaling efficiency (over independent ranks): {found['scaling_efficiency']:.3f}")
+    sent = found.get("bytes_per_step", {})
+    for name, size in sent.items():
+        less = "" if name == SYNC else f", 1/{sent[SYNC] / size:.1f} of those of {SYNC}"
+        lines.append(f"gradients of a step, {name}: {size:,} bytes{less}")
+    if "recommended_compression" in found:
+        lines.append(f"recommended: --compression {found['recommended_compression']}")
     for row in found["network"]["allreduce"] if "network" in found else ():
         comparison = "" if row["over_mpi"] is None else f", {row['over_mpi']:.2f}x the time of a bare MPI_Allreduce"
         lines.append(
@@ -49,7 +55,7 @@ def draw(found: dict[str, Any], path: Path) -> bool:
     if figure is None:
         return False
     speeds, times = figure.subplots(2, 1, height_ratios=(3, 1))
-    names = [name for name in reversed((ALONE, INDEPENDENT, SYNC, LOCAL)) if name in found["cases"]]
+    names = list(reversed(found["cases"]))
     labels = [f"{name} (unsteady)" if found["cases"][name]["unsteady"] else name for name in names]
     bars = speeds.barh(labels, [found["cases"][name]["examples_per_second"] for name in names], color="tab:blue")
     speeds.bar_label(bars, fmt="{:,.0f}", padding=3)

@@ -37,10 +37,10 @@ class SplitStep:
                 f"--quorum needs a model with one optimizer. Received: {len(leaves)}. Leave --quorum out, or use "
                 "--balance."
             )
-        if hooks.reduction.op != "average" or hooks.reduction.compression != "none":
+        if hooks.reduction.op != "average" or hooks.compression is not None:
             raise UsageError(
                 "--quorum adds up the gradients of those ranks that are ready, as they are. Received: op="
-                f"{hooks.reduction.op!r}, compression={hooks.reduction.compression!r}. Use op='average' and "
+                f"{hooks.reduction.op!r}, compression={hooks.compression}. Use op='average' and "
                 "compression='none'."
             )
         if model.run_eagerly:

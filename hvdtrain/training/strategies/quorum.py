@@ -162,7 +162,8 @@ class QuorumStrategy(Strategy):
 
     @property
     def bytes_reduced(self) -> int:
-        return self._progress.reduced_steps * sum(map(gradient_bytes, optimizers_of(self._model)))
+        updates = self._progress.reduced_steps
+        return sum(gradient_bytes(each, updates) for each in optimizers_of(self._model))
 
     def gauges(self) -> dict[str, float]:
         (updates, samples), now = self._logged, (self._ledger.updates, self._ledger.samples)

@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain.checkpoint.model_state import Averaged
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.optimizers import optimizer_variables, optimizers_of
-from hvdtrain.optim.distributed_optimizer import gradient_bytes
+from hvdtrain.optim.distributed_optimizer import compression_memories, gradient_bytes
 from hvdtrain.training.strategies.strategy import Place, Strategy, StrategyContext
 
 
@@ -49,7 +49,8 @@ class SyncStrategy(Strategy):
 
     @property
     def bytes_reduced(self) -> int:
-        return self._progress.reduced_steps * sum(map(gradient_bytes, optimizers_of(self._model)))
+        updates = self._progress.reduced_steps
+        return sum(gradient_bytes(each, updates) for each in optimizers_of(self._model))
 
     def summary(self) -> dict[str, Any]:
         return {"averaging_rounds": 0}
@@ -58,9 +59,14 @@ class SyncStrategy(Strategy):
         return (place.has_state, place.step) == (furthest.has_state, furthest.step)
 
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
+        memories = compression_memories(self._model)
         if not all(self.keeps_own(place, places[source]) for place in places):
             variables = [*self._model.weights, *optimizer_variables(self._model)]
+            variables += [each for memory in memories for each in memory.shared.values()]
             self._collectives.broadcast([each.value for each in variables], root_rank=source)
+        for memory in memories:
+            own = places[self._collectives.rank]
+            memory.change_ranks(len(places), keeps_errors=self.keeps_own(own, places[source]))
         self._train_step.skip_to(places[source].step)
 
     def state(self) -> dict[str, Any] | None:

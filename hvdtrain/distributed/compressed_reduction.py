@@ -1,0 +1,153 @@
+"""The reduction of gradients that are compressed, with error feedback."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compression import Compressed, Compression, Ranks
+from hvdtrain.distributed.compression_memory import CompressionMemory
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import (
+    Gradient,
+    GradientReducer,
+    ReducedGradients,
+    StepSum,
+    is_sparse,
+)
+from hvdtrain.errors import UsageError
+
+_STEPS = "steps"
+
+
+def make_reducer(
+    collectives: Collectives, config: ReductionConfig, compression: Compression | None, *, keeps_errors: bool = True
+) -> GradientReducer:
+    """The reduction of an optimizer's gradients; a single rank sends, and compresses, nothing.
+
+    Args:
+        keeps_errors: whether what has not arrived is added to the next step's gradients.
+
+    Raises:
+        UsageError: gradients to be compressed are combined by Adasum.
+    """
+    if compression is not None and config.op == "adasum":
+        raise UsageError(
+            f"op='adasum' combines whole gradients. Received: compression {compression}. Use compression='none'."
+        )
+    if compression is None or not collectives.reduces:
+        return collectives.gradient_reducer(config)
+    return CompressedReducer(collectives, config, compression, keeps_errors=keeps_errors)
+
+
+class CompressedReducer:
+    """Reduces dense gradients by a compression, and sends the others whole."""
+
+    def __init__(
+        self, collectives: Collectives, config: ReductionConfig, compression: Compression, *, keeps_errors: bool
+    ):
+        self._collectives = collectives
+        self._config = config
+        self._compression = compression
+        self._keeps_errors = keeps_errors
+        self.memory = CompressionMemory(collectives.size, sums=config.op == "sum")
+        self._reduce_whole = collectives.gradient_reducer(dataclasses.replace(config, groups=None))
+        self._sums: list[StepSum] = []
+        """The sums of a step, in order: another trace of it must use the same names."""
+        self._sum_before_start = collectives.step_sum(config.groups)
+
+    def __call__(self, gradients: Sequence[Gradient]) -> ReducedGradients:
+        if self._config.sparse_as_dense:
+            gradients = [tf.convert_to_tensor(each) for each in gradients]
+        chosen = [i for i, each in enumerate(gradients) if self._is_compressed(each)]
+        others = [i for i in range(len(gradients)) if i not in chosen]
+        whole = self._reduce_whole([gradients[i] for i in others]) if others else ReducedGradients([], [], list)
+        if not chosen:
+            return whole
+        sent, means, lost, finite = self._reduce([gradients[i] for i in chosen], whole.buckets)
+        buckets = [*whole.buckets, *means]
+        if self._collectives.may_change:
+            # If a rank is lost, nothing may be updated unless everything was reduced: the step is repeated.
+            with tf.control_dependencies([finite]):
+                buckets = [tf.identity(each) for each in buckets]
+
+        def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
+            found: dict[int, Gradient] = dict(zip(others, whole.unpack(buckets[: -len(chosen)]), strict=True))
+            found |= dict(zip(chosen, buckets[-len(chosen) :], strict=True))
+            return [found[i] for i in range(len(gradients))]
+
+        return ReducedGradients([*whole.sent, *sent], buckets, unpack, lost)
+
+    def _is_compressed(self, gradient: Gradient) -> bool:
+        return (
+            not is_sparse(gradient)
+            and gradient.shape.is_fully_defined()
+            and self._compression.num_bytes(tf.TensorSpec(gradient.shape, gradient.dtype)) is not None
+        )
+
+    def _reduce(
+        self, gradients: Sequence[tf.Tensor], whole: Sequence[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
+        """Returns this rank's gradients with the errors of before, those of all ranks, the errors of now, and whether
+        everything that was reduced is finite.
+
+        Args:
+            whole: what is reduced without compression in the same step.
+        """
+        specs, compression, memory = (
+            [tf.TensorSpec(each.shape, each.dtype) for each in gradients],
+            self._compression,
+            self.memory,
+        )
+        initial = compression.initial_state(specs)
+        if compression.start_after:
+            initial = {**initial, _STEPS: np.zeros((), np.int64)}
+        memory.require(specs if self._keeps_errors else [], initial)
+        errors = [error.value.read_value() for error in memory.errors]
+        sent = [each + error for each, error in zip(gradients, errors, strict=True)] if errors else list(gradients)
+        compressed = self._from_start(sent)
+        means = list(compressed.means)
+        # As the gradient monitor decides whether the step is made, so that TensorFlow computes it once.
+        finite = tf.reduce_all(
+            tf.math.is_finite([tf.cast(tf.nn.l2_loss(each), tf.float32) for each in (*whole, *means)])
+        )
+        lost = [each - own for each, own in zip(sent, compressed.own, strict=True)]
+
+        def keep() -> None:
+            for error, value in zip(memory.errors, lost, strict=False):
+                error.assign(value)
+            for name, value in compressed.state.items():
+                memory.shared[name].assign(value)
+
+        tf.cond(finite, keep, lambda: None)
+        if self._config.op == "sum":
+            means = [each * tf.cast(self._collectives.num_ranks(), each.dtype) for each in means]
+        return sent, means, lost, finite
+
+    def _from_start(self, gradients: Sequence[tf.Tensor]) -> Compressed:
+        """Compresses from the first step on that is to be compressed."""
+        state = {name: variable.value.read_value() for name, variable in self.memory.shared.items()}
+        steps = state.pop(_STEPS, None)
+        if steps is None:
+            return self._compress(gradients, state)
+
+        def send_whole() -> Compressed:
+            means = Ranks(self._collectives.num_ranks(), self._sum_before_start).mean(gradients)
+            return Compressed(means, list(gradients), state)
+
+        found = tf.cond(steps < self._compression.start_after, send_whole, lambda: self._compress(gradients, state))
+        return found._replace(state={**found.state, _STEPS: steps + 1})
+
+    def _compress(self, gradients: Sequence[tf.Tensor], state: dict[str, tf.Tensor]) -> Compressed:
+        num_sums = 0
+
+        def sum_over_ranks(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            nonlocal num_sums
+            if num_sums == len(self._sums):
+                self._sums.append(self._collectives.step_sum(self._config.groups))
+            num_sums += 1
+            return self._sums[num_sums - 1](tensors)
+
+        return self._compression.reduce(gradients, state, Ranks(self._collectives.num_ranks(), sum_over_ranks))

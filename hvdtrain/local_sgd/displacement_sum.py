@@ -1,0 +1,79 @@
+"""Sums what ranks have learnt in a round: in full, or with few bits and error feedback."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.quantized_sum import QuantizedSum
+from hvdtrain.local_sgd.facts import NUM_FACTS
+from hvdtrain.local_sgd.flat_variables import arrays
+from hvdtrain.local_sgd.outer_optimizer import Flats
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+class DisplacementSum:
+    """Sums messages over ranks: displacements times samples, the first with facts at its end.
+
+    What rounding leaves out of this rank's displacements, its errors, is part of its next message. Only displacements
+    of trained variables are sent with few bits: others, such as second moments, must not change their sign.
+
+    Args:
+        sync_dtype: ``float32`` for a sum in full, ``int8``, or ``int4``.
+        num_trained: the number of flat tensors with trained variables, which come first.
+    """
+
+    def __init__(self, collectives: Collectives, sync_dtype: str, num_trained: int):
+        self._collectives = collectives
+        self._quantized = QuantizedSum(collectives, _BITS[sync_dtype]) if sync_dtype in _BITS else None
+        self._num_quantized = num_trained if self._quantized is not None else 0
+        self._errors: Flats = ()
+        """Per sample: rounds may differ in length."""
+        self._next_errors: Flats = ()
+
+    def displacement(self, i: int, value: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
+        """How far this rank has moved one tensor, with what was not sent in the round before."""
+        return value - start + self._errors[i] if i < len(self._errors) else value - start
+
+    def num_bytes(self, message: Flats) -> int:
+        """The bytes of a message."""
+        whole = sum(each.shape.num_elements() * each.dtype.size for each in message[self._num_quantized :])
+        if self._quantized is None:
+            return whole
+        lengths = [each.shape.num_elements() for each in message[: self._num_quantized]]
+        lengths[0] -= NUM_FACTS
+        return whole + message[0].dtype.size * NUM_FACTS + sum(map(self._quantized.num_bytes, lengths))
+
+    def sum(self, message: Flats, samples: int) -> Flats:
+        """Sums a message over ranks, on any thread; all ranks must call it.
+
+        Args:
+            samples: those of this rank, by which its displacements are multiplied.
+        """
+        if self._quantized is None:
+            return self._collectives.sum_tensors(message, "hvdtrain_average")
+        first, facts = message[0][:-NUM_FACTS], message[0][-NUM_FACTS:]
+        facts, *others = self._collectives.sum_tensors([facts, *message[self._num_quantized :]], "hvdtrain_average")
+        trained = [first, *message[1 : self._num_quantized]]
+        totals, lost = self._quantized.sum(trained, "hvdtrain_quantized")
+        if samples > 0:
+            self._next_errors = [each / tf.cast(samples, each.dtype) for each in lost]
+        return [tf.concat([totals[0], facts], 0), *totals[1:], *others]
+
+    def merged(self) -> None:
+        """Call it when the sum is part of the average: only then its errors are those of this rank."""
+        self._errors = self._next_errors
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this rank; not while a sum is under way."""
+        return {"errors": arrays(self._errors), "next_errors": arrays(self._next_errors)}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Restores what :meth:`state` returned; None: there are no errors."""
+        state = state or {"errors": (), "next_errors": ()}
+        self._errors, self._next_errors = (
+            [tf.constant(np.asarray(each)) for each in state[name]] for name in ("errors", "next_errors")
+        )
