@@ -111,6 +111,8 @@ def _rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             f"{skew['slowest_rank']} (host {skew['slowest_host']}): last in {_percent(skew['slowest_share'])} "
             f"of steps, {skew['ratio']:.2f} times the median",
         )
+        if remedy := skew.get("remedy"):
+            yield "remedy", f"{remedy['option']}: about {remedy['speedup']:.2f} times as many samples/s"
     if sizes := summary.get("rank_batch_sizes"):
         yield "batch sizes", f"{', '.join(map(str, sizes))} (by rank)"
     if batch := summary.get("effective_batch"):

@@ -109,6 +109,9 @@ class TrainingReport:
         fractions = {"communication_fraction": None}
         if runner.strategy.in_lockstep:
             fractions = runner.time_shares.summary(1000 * clock.seconds_per_step())
+            is_plain = runner.strategy.mode == "sync" and not runner.config.balancing.is_active
+            if fractions["skew"] and not is_plain:
+                fractions["skew"]["remedy"] = None  # It is one for sync mode with equal parts.
         return {
             "examples_per_second": runner.plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),

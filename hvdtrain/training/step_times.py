@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.system import devices
+from hvdtrain.training.stragglers import remedy
 
 _CAPACITY = 1024
 """Steps that are kept between two calls of drain(); of more, the latest."""
@@ -174,7 +175,12 @@ class TimeShares:
 
 
 def skew(ready: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
-    """Which rank is the last to finish its gradients, and how often; ``ready`` has shape ``[ranks, steps]``."""
+    """Which rank is the last to finish its gradients, how often, and what waiting for it costs.
+
+    Args:
+        ready: seconds until a rank has the gradients of a step; shape ``[ranks, steps]``.
+        hosts: the host of each rank.
+    """
     last = np.bincount(np.argmax(ready, axis=0), minlength=len(hosts))
     slowest = int(np.argmax(last))
     medians = np.median(ready, axis=1)
@@ -183,4 +189,5 @@ def skew(ready: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
         "slowest_host": hosts[slowest],
         "slowest_share": float(last[slowest] / last.sum()),
         "ratio": float(medians[slowest] / np.median(medians)),
+        "remedy": remedy(ready),
     }

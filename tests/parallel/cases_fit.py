@@ -294,8 +294,8 @@ def of_unknown_length(count=None) -> tf.data.Dataset:
     "options",
     [
         {},
-        {"steps_per_execution": 3},
-        {"run_eagerly": True, "metrics": None},
+        pytest.param({"steps_per_execution": 3}, marks=pytest.mark.long),
+        pytest.param({"run_eagerly": True, "metrics": None}, marks=pytest.mark.long),
         {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)},
     ],
     ids=["graph", "three steps a call", "eager", "loss over ranks"],

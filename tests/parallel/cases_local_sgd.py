@@ -176,7 +176,12 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+OFTEN = {"keep", "overlap, nesterov, post-local", "adacomm"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in COMBINATIONS]
+)
 def test_stopped_and_resumed_equals_uninterrupted(name, folder, watch):
     local = COMBINATIONS[name]
 

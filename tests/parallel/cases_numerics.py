@@ -126,9 +126,9 @@ class DenseGradients(keras.Model):
         ("fit", "adam", True),
         ("fit", "sgd_clip", False),
         ("trainer", "adamw_clip", False),
-        ("trainer", "rmsprop", False),
         ("trainer", "rmsprop", True),
-        ("trainer", "adagrad", False),
+        pytest.param("trainer", "rmsprop", False, marks=pytest.mark.long),
+        pytest.param("trainer", "adagrad", False, marks=pytest.mark.long),
     ],
 )
 def test_rows_of_an_embedding_are_summed_before_the_update(way, name, sparse_as_dense):

@@ -85,7 +85,14 @@ def test_a_completed_run_is_extended(folder):
     assert_same_results(results_of(trainer, trainer.fit()), end)
 
 
-@pytest.mark.parametrize("options", [{}, {"mode": "local", "sync_every": 3}, {"mode": "local", "overlap": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "local", "sync_every": 3},
+        pytest.param({"mode": "local", "overlap": True}, marks=pytest.mark.long),
+    ],
+)
 def test_all_optimizers_of_a_model_resume(options, folder, watch):
     options = {"make_model": TwoOptimizers, **options}
     adam = lambda: keras.optimizers.Adam(0.01)

@@ -80,11 +80,13 @@ def test_report_marks_unsteady_cases_and_their_ratios():
 def found(ranks: int) -> dict:
     names = (ALONE, INDEPENDENT, SYNC, LOCAL) if ranks > 1 else (ALONE,)
     case = {**measurements.describe(MEASURED, ALONE, [1.0]), "unsteady": None}
+    skew = {"slowest_rank": 1, "slowest_host": "b", "slowest_share": 0.9, "ratio": 2.0}
+    skew = {**skew, "remedy": {"option": "--balance", "speedup": 1.5}} if ranks > 1 else None
     made = {
         **{"task": "digits", "ranks": ranks, "hosts": 1, "scaling_efficiency": 0.9},
         "cases": dict.fromkeys(names, case),
         "ratios": {"sync over no communication": {"median": 1.02, "min": 1.0, "max": 1.1}} if ranks > 1 else {},
-        "shares": {"input_fraction": 0.01, "compute_fraction": 0.9, "communication_fraction": 0.09},
+        "shares": {"input_fraction": 0.01, "compute_fraction": 0.9, "communication_fraction": 0.09, "skew": skew},
     }
     row = {"bytes": 4, "seconds": 1e-3, "mpi_seconds": None, "over_mpi": None, "sent_bits_per_second": 3.2e4}
     if ranks > 1:
@@ -100,6 +102,8 @@ def test_report(ranks, tmp_path):
     assert "of a sync step: input 1.0%, compute 90.0%, communication 9.0%" in text or ranks == 1
     if ranks > 1:
         assert "sync over no communication: 1.020 (1.000 to 1.100)" in text
+        assert "rank 1 (host b) is last in 90% of steps, 2.00 times the median\n" in text
+        assert "recommended: --balance, about 1.50 times as many samples/s\n" in text
         assert "allreduce of 4 bytes: 1.000 ms, each rank sends 0 Mbit/s" in text
         assert "allreduce of 4 bytes: 1.000 ms, 2.00x the time of a bare MPI_Allreduce" in text
         assert "one connection to b: 940 Mbit/s\none connection to c: cannot be reached over TCP" in text

@@ -30,6 +30,7 @@ def table(found: dict[str, Any]) -> str:
         shares = found["shares"]
         lines.append("of a sync step: " + ", ".join(f"{name} {shares[f'{name}_fraction']:.1%}" for name in _SHARES))
         lines.append(f"scaling efficiency (over independent ranks): {found['scaling_efficiency']:.3f}")
+        lines += _straggler(shares["skew"])
     sent = found.get("bytes_per_step", {})
     for name, size in sent.items():
         less = "" if name == SYNC else f", 1/{sent[SYNC] / size:.1f} of those of {SYNC}"
@@ -47,6 +48,16 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"one connection to {host}: {bandwidth}")
     lines += [f"{_MARK} unsteady: {case['unsteady']}" for case in found["cases"].values() if case["unsteady"]]
     return "\n".join(lines)
+
+
+def _straggler(skew: dict[str, Any] | None) -> list[str]:
+    if skew is None or skew["remedy"] is None:
+        return []
+    return [
+        f"rank {skew['slowest_rank']} (host {skew['slowest_host']}) is last in {skew['slowest_share']:.0%} of steps, "
+        f"{skew['ratio']:.2f} times the median",
+        f"recommended: {skew['remedy']['option']}, about {skew['remedy']['speedup']:.2f} times as many samples/s",
+    ]
 
 
 def draw(found: dict[str, Any], path: Path) -> bool:

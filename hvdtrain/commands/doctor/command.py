@@ -1,4 +1,4 @@
-"""The doctor command: checks this host, then compares hosts and measures the network between them."""
+"""The doctor command: checks this host, compares hosts, and measures the network between them and their speed."""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from hvdtrain.system import environment
 _USAGE = """usage: python -m hvdtrain doctor
 
 Checks whether a job can run on this machine and suggests fixes. Under a launcher, also compares the hosts of the ranks
-and measures allreduce and network throughput."""
+and measures allreduce, network throughput and the speed of ranks."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,11 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     comparison = ""
     if launcher.size > 1 and not any(finding.topic == "allreduce" and finding.remedy for finding in findings):
         # Imported late: TensorFlow and Horovod may be broken, and the checks above must still run.
-        from hvdtrain.commands.doctor import hosts, network
+        from hvdtrain.commands.doctor import hosts, network, speed
 
         found, comparison = hosts.compare()
         findings += found
-        comparison += "\n\n" + network.measure()
+        comparison += "\n\n" + network.measure() + "\n" + speed.measure()
     if launcher.rank == 0:
         print(checks.table(findings) + comparison, flush=True)
     return 1 if any(finding.remedy for finding in findings) else 0
