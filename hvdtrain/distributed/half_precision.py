@@ -20,11 +20,13 @@ class FP16(Compression):
     """
 
     def num_bytes(self, gradient: tf.TensorSpec) -> int | None:
+        """Two bytes for each element; see :meth:`Compression.num_bytes`."""
         # A scalar may be a weight, and saves nothing.
         is_worthwhile = gradient.dtype in (tf.float32, tf.float64) and gradient.shape.rank != 0
         return 2 * gradient.shape.num_elements() if is_worthwhile else None
 
     def reduce(self, gradients: Sequence[tf.Tensor], state: Mapping[str, tf.Tensor], ranks: Ranks) -> Compressed:
+        """See :meth:`Compression.reduce`."""
         halves = [tf.cast(_limited(each) / tf.cast(ranks.count, each.dtype), tf.float16) for each in gradients]
         totals = ranks.sum(halves)
         means = [tf.cast(total, each.dtype) for total, each in zip(totals, gradients, strict=True)]

@@ -20,15 +20,12 @@ class PowerSGD(Compression):
     more than two dimensions are matrices of the most nearly square shape that keeps the order of their elements.
     Gradients that would not become at least twice as small are sent whole: vectors, small matrices, sparse gradients.
 
-    Args:
-        rank: the number of columns of P and Q.
-        start_after: steps before which gradients are sent whole.
-
     Raises:
         UsageError: ``rank`` is below 1, or ``start_after`` below 0.
     """
 
     rank: int = 4
+    """The number of columns of P and Q."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,6 +33,7 @@ class PowerSGD(Compression):
             raise UsageError(f"rank must be at least 1. Received: {self.rank}")
 
     def num_bytes(self, gradient: tf.TensorSpec) -> int | None:
+        """The bytes of P and Q; see :meth:`Compression.num_bytes`."""
         if gradient.dtype not in (tf.float32, tf.float64) or gradient.shape.rank < 2:
             return None
         rows, columns = matrix_shape(gradient.shape)
@@ -43,6 +41,7 @@ class PowerSGD(Compression):
         return sent * gradient.dtype.size if 2 * sent <= rows * columns else None
 
     def initial_state(self, gradients: Sequence[tf.TensorSpec]) -> dict[str, np.ndarray]:
+        """A random Q for each matrix, of a fixed seed."""
         generator = np.random.default_rng(0)
         return {
             f"q_{i}": generator.normal(size=(matrix_shape(each.shape)[1], self.rank)).astype(each.dtype.as_numpy_dtype)
@@ -50,6 +49,7 @@ class PowerSGD(Compression):
         }
 
     def reduce(self, gradients: Sequence[tf.Tensor], state: Mapping[str, tf.Tensor], ranks: Ranks) -> Compressed:
+        """See :meth:`Compression.reduce`."""
         matrices = [tf.reshape(each, matrix_shape(each.shape)) for each in gradients]
         before = [state[f"q_{i}"] for i in range(len(matrices))]
         p = ranks.mean([matrix @ q for matrix, q in zip(matrices, before, strict=True)])

@@ -164,6 +164,20 @@ def test_modes_change_no_update(options, tmp_path, monkeypatch):
     assert_equal_runs(tmp_path / "job" / "run", tmp_path / "one")
 
 
+@pytest.mark.long
+def test_compression_continues_with_other_ranks(tmp_path):
+    """Errors of lost ranks are lost, so that weights are not those of one process; replicas are compared at the end."""
+    events = [[30, 0, "SIGKILL", "before"], [60, 1, "SIGKILL", "within"], [100, 1, "SIGTERM", "before"]]
+    job = ElasticJob("1:3", tmp_path / "job", events, "--compression", "powersgd:2", "--batch-size", "12", steps=140)
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    summary = json.loads((tmp_path / "job" / "run" / "summary.json").read_text())
+    assert summary["membership_changes"]
+    assert 0 < summary["compression_error"] < 1
+    assert summary["loss"] < 1
+
+
 def one_process_without(lost: set[tuple[int, int, int]], steps: int, learning_rate: float) -> list[np.ndarray]:
     """The weights after SGD on all samples except those of the lost ``(step, rank, number of ranks)``."""
     import elastic_task
