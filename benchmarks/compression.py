@@ -25,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 LAUNCH = HERE.parent / "launch"
 sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
+from run_results import summary_and_curve
 
 COMPRESSIONS = {
     "none": [],
@@ -45,12 +46,9 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
         sys.exit(f"failed: {' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [event for event in events if event["event"] == "eval"]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    began_s = evaluations[-1]["time"] - summary["wall_seconds"]
+    summary, curve = summary_and_curve(run_dir)
     return {
-        "curve": [[event["time"] - began_s, event["loss"]] for event in evaluations],
+        "curve": curve,
         "step_ms": summary["step_ms"]["p50"],
         "bytes_reduced_per_step": summary["bytes_reduced"] / summary["steps"],
         "accuracy": summary["eval"].get("accuracy"),
@@ -58,16 +56,8 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
 
 
 def command_of(task: str, compression: str, steps: int, run_dir: Path, *more: str) -> list[str]:
-    length = [
-        "--steps",
-        str(steps),
-        "--eval-every",
-        str(max(1, steps // 20)),
-        "--log-every",
-        "1000",
-        "--check-every",
-        "0",
-    ]
+    length = ["--steps", str(steps), "--eval-every", str(max(1, steps // 20)), "--log-every", "1000"]
+    length += ["--check-every", "0"]
     # One thread: the hosts of the lab share this machine's cores.
     options = [*length, *COMPRESSIONS[compression], *more, "--threads", "1", "--run-dir", str(run_dir)]
     return [sys.executable, "-m", "hvdtrain", "--task", task, *options]

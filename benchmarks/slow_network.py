@@ -19,6 +19,7 @@ from typing import Any
 LAUNCH = Path(__file__).resolve().parents[1] / "launch"
 sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
+from run_results import summary_and_curve
 
 MODES = {
     "sync": [],
@@ -38,12 +39,9 @@ def train(lab: Laboratory, mode: str, steps: int, run_dir: Path) -> dict[str, An
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
         sys.exit(f"{mode} failed:\n{done.stdout}\n{done.stderr}")
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    evaluations = [event for event in events if event["event"] == "eval"]
-    summary = json.loads((run_dir / "summary.json").read_text())
-    began_s = evaluations[-1]["time"] - summary["wall_seconds"]
+    summary, curve = summary_and_curve(run_dir)
     return {
-        "curve": [[event["time"] - began_s, event["loss"]] for event in evaluations],
+        "curve": curve,
         "bytes_sent_per_step": (lab.bytes_sent(lab.names[0]) - sent) / steps,
         "hidden_share": summary.get("average_hidden_share"),
         "late_steps": summary.get("average_late_steps"),

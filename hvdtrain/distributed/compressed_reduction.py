@@ -66,19 +66,14 @@ class CompressedReducer:
         whole = self._reduce_whole([gradients[i] for i in others]) if others else ReducedGradients([], [], list)
         if not chosen:
             return whole
-        sent, means, lost, finite = self._reduce([gradients[i] for i in chosen], whole.buckets)
-        buckets = [*whole.buckets, *means]
-        if self._collectives.may_change:
-            # If a rank is lost, nothing may be updated unless everything was reduced: the step is repeated.
-            with tf.control_dependencies([finite]):
-                buckets = [tf.identity(each) for each in buckets]
+        sent, means, lost = self._reduce([gradients[i] for i in chosen], whole.buckets)
 
         def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
             found: dict[int, Gradient] = dict(zip(others, whole.unpack(buckets[: -len(chosen)]), strict=True))
             found |= dict(zip(chosen, buckets[-len(chosen) :], strict=True))
             return [found[i] for i in range(len(gradients))]
 
-        return ReducedGradients([*whole.sent, *sent], buckets, unpack, lost)
+        return ReducedGradients([*whole.sent, *sent], [*whole.buckets, *means], unpack, lost)
 
     def _is_compressed(self, gradient: Gradient) -> bool:
         return (
@@ -89,9 +84,8 @@ class CompressedReducer:
 
     def _reduce(
         self, gradients: Sequence[tf.Tensor], whole: Sequence[tf.Tensor]
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor], tf.Tensor]:
-        """Returns this rank's gradients with the errors of before, those of all ranks, the errors of now, and whether
-        everything that was reduced is finite.
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
+        """Returns this rank's gradients with the errors of before, those of all ranks, and the errors of now.
 
         Args:
             whole: what is reduced without compression in the same step.
@@ -124,7 +118,7 @@ class CompressedReducer:
         tf.cond(finite, keep, lambda: None)
         if self._config.op == "sum":
             means = [each * tf.cast(self._collectives.num_ranks(), each.dtype) for each in means]
-        return sent, means, lost, finite
+        return sent, means, lost
 
     def _from_start(self, gradients: Sequence[tf.Tensor]) -> Compressed:
         """Compresses from the first step on that is to be compressed."""

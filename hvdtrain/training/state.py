@@ -76,6 +76,7 @@ class RunState:
 
     def _identity(self) -> dict[str, Any]:
         plan, config = self._runner.plan, self._runner.config
+        sync_dtype = config.local_sgd.sync_dtype
         return {
             "training data": self._runner.source.facts(),
             "samples in a step": plan.global_batch_size,
@@ -83,5 +84,6 @@ class RunState:
             "remainder": plan.remainder,
             "local SGD": "no" if config.mode == "sync" else str(config.local_sgd),
             # Only then, so that checkpoints of older versions can be resumed.
+            **({"sync dtype": sync_dtype} if config.mode == "local" and sync_dtype != "float32" else {}),
             **({"quorum": "yes"} if config.stragglers.is_active else {}),
         }

@@ -201,6 +201,8 @@ def test_a_checkpoint_of_another_mode_is_refused(folder):
     make_run(lambda: keras.optimizers.Adam(0.01), folder, steps=3, mode="local", sync_every=2).fit()
     with pytest.raises(JobError, match=r"local SGD: .* in the checkpoint, no here"):
         make_run(lambda: keras.optimizers.Adam(0.01), folder).fit()
+    with pytest.raises(JobError, match=r"sync dtype: missing in the checkpoint, int4 here"):
+        make_run(lambda: keras.optimizers.Adam(0.01), folder, mode="local", sync_every=2, sync_dtype="int4").fit()
 
 
 @pytest.fixture

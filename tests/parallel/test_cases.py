@@ -27,6 +27,7 @@ JOBS = {
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
 LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics", 2): 40, ("quorum", 2): 16}
+LONG_JOBS |= {("fit", 4): 44, ("local_sgd", 4): 30, ("numerics", 4): 36, ("resume", 4): 15}
 
 
 @pytest.mark.parametrize(("name", "ranks"), JOBS)

@@ -49,11 +49,18 @@ class Interruptible(SingleProcessCollectives):
         return True
 
     def _sent(self, tensors):
-        """All tensors, or an error instead of any."""
-        with tf.control_dependencies(list(tensors)):
-            passed = tf.numpy_function(self._note, [], tf.bool)
-        with tf.control_dependencies([passed]):
-            return [tf.identity(each) for each in tensors]
+        """The tensors, each by a message of its own: some arrive before one of them fails.
+
+        First the last one, the number of samples, and then the gradient of the first variable, for which the other
+        updates wait.
+        """
+        arrived = []
+        for tensor in [*tensors[-1:], *tensors[:-1]]:
+            with tf.control_dependencies([tensor, *arrived[-1:]]):
+                passed = tf.numpy_function(self._note, [], tf.bool)
+            with tf.control_dependencies([passed]):
+                arrived.append(tf.identity(tensor))
+        return [*arrived[1:], *arrived[:1]]
 
     def gradient_reducer(self, config):
         reduce = single_rank_reducer(config)
@@ -160,6 +167,7 @@ CASES = {
         {"gradient_accumulation_steps": 2},
     ),
     "skipped steps": (lambda: ADAM(0.01), {"on_nan": "skip"}),
+    "without a check": (lambda: ADAM(0.01), {"on_nan": "ignore"}),
     "bad samples": (lambda: ADAM(0.01), {"bad_samples": 1}),
     "synchronized batch normalization": (lambda: ADAM(0.01), {"sync_batchnorm": True}),
     "jit_compile": (lambda: ADAM(0.01), {"jit_compile": True}),

@@ -32,7 +32,10 @@ DETAILS = {
     "input_fraction": 0.01,
     "compute_fraction": 0.8,
     "communication_fraction": 0.19,
-    "skew": {"slowest_rank": 1, "slowest_host": "b", "slowest_share": 0.63, "ratio": 1.04},
+    "skew": {
+        **{"slowest_rank": 1, "slowest_host": "b", "slowest_share": 0.63, "ratio": 1.04},
+        "remedy": {"option": "--balance", "speedup": 1.5},
+    },
     "skipped_steps": 3,
     "bad_samples": 1,
     "compression_error": 2.3e-4,
@@ -95,7 +98,7 @@ def test_each_line_is_one_write():
             return len(text)
 
     ConsoleReporter(Stream()).finished({**SUMMARY, **DETAILS})
-    assert len(writes) == 10
+    assert len(writes) == 11
     assert all(text.endswith("\n") and text.count("\n") == 1 for text in writes)
 
 
@@ -107,6 +110,7 @@ def test_console_prints_a_table_at_the_end():
         "  step time        2.45 ms (p50)  4.70 ms (p95)",
         "  share of step    input 1 %  compute 80 %  communication 19 %",
         "  slowest rank     1 (host b): last in 63 % of steps, 1.04 times the median",
+        "  remedy           --balance: about 1.50 times as many samples/s",
         "  skipped          3 steps (not finite), 1 sample (unreadable)",
         "  compression      left out 2.3e-04 of the last gradient's norm, for the next step",
         "evaluation: loss 0.5",
