@@ -26,11 +26,17 @@ def test_ranks_that_are_always_slower_get_smaller_parts(seconds, speedup):
 
 
 def test_hold_ups_call_for_a_quorum():
-    """In one step of ten, one of four ranks takes ten times as long; a step then closes a quarter later."""
+    """In one step of ten, one of four ranks takes ten times as long; a step then closes a quarter later.
+
+    A hold-up of a millisecond now and then, as of ranks that share cores, does not.
+    """
     ready = times(*[0.1] * 4, noise=0.0)
     ready[np.arange(STEPS) % 4, np.arange(STEPS)] *= np.where(np.arange(STEPS) % 10 == 0, 10, 1)
     speedup = (0.9 + 0.1 * 10) / (0.9 + 0.1 * 1.25) * (1 - 0.1 / 4)
     assert remedy(ready) == {"option": "--quorum 3", "speedup": pytest.approx(speedup)}
+    ready = times(*[0.1] * 4, noise=0.0)
+    ready[np.arange(STEPS) % 4, np.arange(STEPS)] *= np.where(np.arange(STEPS) % 10 == 0, 4, 1)
+    assert remedy(ready) is None
 
 
 def test_doctor_names_the_slowest_rank():
