@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 # How long a rank with a secondary error waits for the rank with the cause to report it.
 _CAUSE_S = 3.0
+# Errors of Gloo, which reach the operation as they are, name only its source file.
+_IN_HOROVOD_ERRORS = ("Horovod", "/gloo/")
 
 
 def end_job(
@@ -73,4 +75,5 @@ def end_job(
 
 def is_secondary(error: Exception) -> bool:
     """Whether Horovod may have raised the error because another rank ended."""
-    return not isinstance(error, HvdtrainError) and "Horovod" in f"{type(error).__name__}: {error}"
+    text = f"{type(error).__name__}: {error}"
+    return not isinstance(error, HvdtrainError) and any(each in text for each in _IN_HOROVOD_ERRORS)

@@ -62,9 +62,10 @@ def test_ranks_are_lost_added_and_cut_off(tmp_path):
             job.wait_for("generation 5: 2 rank(s)")
             lab.cut("lab2")
             cut_s = time.monotonic()
-            job.wait_for("generation 6: 1 rank(s)", STALL_S + 5)
+            # If the ranks of generation 5 still connect, Gloo returns only after its timeouts: seen 5 s after the loss.
+            job.wait_for("generation 6: 1 rank(s)", STALL_S + 15)
             while rank_processes(job, "lab2"):
-                assert time.monotonic() < cut_s + STALL_S + 10
+                assert time.monotonic() < cut_s + STALL_S + 20
                 time.sleep(0.1)
             lab.restore("lab2")
             job.wait_for("generation 7: 2 rank(s), 1 of them new")
