@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # How long a rank with a secondary error waits for the rank with the cause to report it.
 _CAUSE_S = 3.0
-# Errors of Gloo, which reach the operation as they are, name only its source file.
-_IN_HOROVOD_ERRORS = ("Horovod", "/gloo/")
+# Errors of Gloo reach TensorFlow unchanged: they name a source file in third_party/gloo/gloo or compatible17_gloo/gloo.
+_IN_HOROVOD_ERRORS = ("Horovod", "gloo/gloo/")
 
 
 def end_job(

@@ -244,3 +244,19 @@ def test_what_elastic_jobs_cannot_do_is_refused(op, options, refused):
         return
     with pytest.raises(UsageError, match=rf"elastic jobs do not support {refused}"):
         require_supported(made)
+
+
+GLOO = "[/tmp/horovod-0.28.1/third_party/compatible17_gloo/gloo/transport/tcp/pair.cc:598] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (tf.errors.UnknownError(None, None, f"{GLOO}\n\t [[{{{{node adam/hvdtrain_gradients_1_0}}}}]]"), True),
+        (tf.errors.UnknownError(None, None, "Horovod has been shut down."), True),
+        (tf.errors.InvalidArgumentError(None, None, 'File "/home/me/gloo/train.py", line 3'), False),
+        (UsageError("Horovod must be installed."), False),
+    ],
+)
+def test_errors_that_a_lost_rank_causes_are_known(error, expected):
+    assert is_secondary(error) == expected
