@@ -6,6 +6,7 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, R
 from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.system import environment
 from hvdtrain.system.launcher import Launcher
+
+_SHUT_INTERVAL_S = 0.02
+_TCP_CLOSE = 7
+"""The state of Linux' ``TCP_INFO``."""
 
 
 class ElasticCollectives(HorovodCollectives):
@@ -59,12 +64,12 @@ class ElasticCollectives(HorovodCollectives):
     def _noting_sockets(self) -> Iterator[None]:
         """What connects within belongs to the ranks."""
         with self._sockets_lock:
-            before = self._sockets_before = _connected_sockets()
+            before = self._sockets_before = _tcp_sockets()
         try:
             yield
         finally:
             with self._sockets_lock:
-                self._sockets, self._sockets_before = _connected_sockets() - before, None
+                self._sockets, self._sockets_before = _tcp_sockets() - before, None
 
     def leave(self) -> None:
         """Disconnects from the ranks of this generation; those that live must call it together."""
@@ -77,13 +82,24 @@ class ElasticCollectives(HorovodCollectives):
 
         The ranks that are connected to a lost one notice it by themselves, the others only after Gloo's timeout.
         """
+        if self._shut_sockets():
+            # A rank that has just read the address of a lost one connects only after this.
+            threading.Thread(target=self._shut_sockets_until_started, daemon=True).start()
+
+    def _shut_sockets_until_started(self) -> None:
+        while self._shut_sockets():
+            time.sleep(_SHUT_INTERVAL_S)
+
+    def _shut_sockets(self) -> bool:
+        """Returns whether the ranks still connect."""
         with self._sockets_lock:
             before = self._sockets_before
-            for each in self._sockets if before is None else _connected_sockets() - before:
+            for each in self._sockets if before is None else _tcp_sockets() - before:
                 # Horovod may have closed it, and its descriptor may be that of another file.
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as duplicate:
                     if os.fstat(duplicate.fileno()).st_ino == each.inode:
                         duplicate.shutdown(socket.SHUT_RDWR)
+            return before is not None
 
     def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
         reduce = super().gradient_reducer(config)
@@ -110,16 +126,19 @@ class _Socket(NamedTuple):
     """Horovod closes the sockets of before only when it starts again: new ones may have the same descriptors."""
 
 
-def _connected_sockets() -> set[_Socket]:
-    """This process's TCP connections; not from the kernel's table of all connections, whose reading may miss some."""
+def _tcp_sockets() -> set[_Socket]:
+    """This process's TCP sockets that are connected, connect or listen.
+
+    Not from the kernel's table of all connections, whose reading may miss some.
+    """
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        # Descriptors are closed meanwhile, that of the listing among them.
+        # Descriptors are closed meanwhile, that of the listing among them; sockets of other kinds have no such state.
         with contextlib.suppress(OSError):
             descriptor, status = int(name), os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 with socket.socket(fileno=os.dup(descriptor)) as duplicate:
-                    if duplicate.family in (socket.AF_INET, socket.AF_INET6):
-                        duplicate.getpeername()
+                    state = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+                    if state != _TCP_CLOSE:
                         found.add(_Socket(descriptor, status.st_ino))
     return found

@@ -55,6 +55,15 @@ def end(job: Job, timeout_s: float = 120) -> Finished:
         job.kill()
 
 
+@pytest.mark.parametrize("lost", ["silent", "connects", "listens"])
+def test_the_start_with_a_rank_that_never_connects_can_be_cut(lost):
+    job = Job([sys.executable, str(TESTS / "elastic_start.py"), lost], ranks=0, launcher="")
+    done = end(job, 60)
+    assert done.code == 0, done.output
+    assert "failed: Horovod initialization failed" in done.output
+    assert "1 rank" in done.output
+
+
 def weights_in_order(folder: Path) -> list[np.ndarray]:
     import keras
 

@@ -232,8 +232,7 @@ class Coordinator:
         self._vote = None
         self._progress_at = self._clock()  # The others could not make any, and now have to hold.
         if self._rendezvous is not None:
-            self._rendezvous.close()
-            self._rendezvous = None
+            self._rendezvous.fail()
         for peer in self._peers:
             if peer.trains:
                 peer.connection.send({"kind": "cut", "generation": self._membership.generation})
