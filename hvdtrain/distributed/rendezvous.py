@@ -2,6 +2,8 @@
 
 import threading
 
+_WAIT_S = 0.5
+
 
 class Rendezvous:
     """Horovod's key-value store, served by this process.
@@ -13,15 +15,28 @@ class Rendezvous:
     def __init__(self, host: str):
         from horovod.runner.http import http_server  # not above: most processes need none
 
-        over = self._is_over = threading.Event()
+        changed = self._changed = threading.Condition()
+        is_over = self._is_over = threading.Event()
 
         class Handler(http_server.RendezvousHandler):
             def _get_value(self, scope: str, key: str) -> bytes | None:
-                return b"" if over.is_set() else super()._get_value(scope, key)
+                # Ranks that wait ask every 10 ms, which keeps this process busy if there are many of them.
+                with changed:
+                    changed.wait_for(lambda: is_over.is_set() or key in self.server.cache.get(scope, {}), _WAIT_S)
+                return b"" if is_over.is_set() else super()._get_value(scope, key)
 
-        self._server = http_server.RendezvousHTTPServer((host, 0), Handler, 0)
-        # A rank that has died may have left a request half sent.
-        self._server.daemon_threads, self._server.block_on_close = True, False
+            def _put_value(self, scope: str, key: str, value: bytes) -> None:
+                super()._put_value(scope, key, value)
+                with changed:
+                    changed.notify_all()
+
+        class Server(http_server.RendezvousHTTPServer):
+            # All ranks connect at the same time; those that find the queue full (5 by default) wait for a second.
+            request_queue_size = 1024
+            # A rank that has died may have left a request half sent.
+            daemon_threads, block_on_close = True, False
+
+        self._server = Server((host, 0), Handler, 0)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 
@@ -35,8 +50,11 @@ class Rendezvous:
         Horovod would ask a server that is closed for another 1.5 s, but nothing is no address.
         """
         self._is_over.set()
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
+        """Stops serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
