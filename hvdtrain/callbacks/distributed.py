@@ -14,6 +14,7 @@ from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import first_difference, share_statistics, shared_statistics
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.optim.equal_steps import EqualSteps
 from hvdtrain.optim.hook_state import require_model_hooks
@@ -166,7 +167,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]
         if not any(are_local):
-            variables += self.model.optimizer.variables
+            variables += whole_variables(self.model.optimizer.variables)
         difference = first_difference(variables, self._collectives)
         if difference is not None:
             path, ranks = difference

@@ -1,0 +1,91 @@
+"""Which part of each variable a rank updates, and of which it keeps the optimizer's state (ZeRO stage 1).
+
+A variable is divided into as many equal parts as there are ranks, in the order of its elements, so that every rank has
+the same share of each layer. Parts are padded with zeros to a multiple of 32 elements, at which TensorFlow can address
+a part of a tensor without copying it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+_MULTIPLE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One rank's part of a variable."""
+
+    shape: tuple[int, ...]
+    """Of the whole variable."""
+    rank: int
+    num_ranks: int
+
+    @property
+    def length(self) -> int:
+        """Number of elements, padding included; the same on every rank."""
+        return part_length(math.prod(self.shape), self.num_ranks)
+
+    def of(self, whole: tf.Tensor) -> tf.Tensor:
+        """This part of a tensor of the variable's shape, as a vector; where possible it shares the tensor's memory."""
+        start, end = self.rank * self.length, (self.rank + 1) * self.length
+        own = tf.reshape(whole, [-1])[start:end]
+        missing = self.length - own.shape[0]
+        return tf.pad(own, [[0, missing]]) if missing else own
+
+
+def part_length(num_elements: int, num_ranks: int) -> int:
+    """The length of each rank's part of a variable."""
+    return _MULTIPLE * -(-num_elements // (_MULTIPLE * num_ranks))
+
+
+def rows_of_parts(whole: tf.Tensor, num_ranks: int) -> tf.Tensor:
+    """The parts of a tensor, of static shape, as the rows of a matrix, in the order of ranks."""
+    num_elements = whole.shape.num_elements()
+    length = part_length(num_elements, num_ranks)
+    flat, missing = tf.reshape(whole, [-1]), num_ranks * length - num_elements
+    return tf.reshape(tf.pad(flat, [[0, missing]]) if missing else flat, [num_ranks, length])
+
+
+def whole_of_rows(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
+    """The tensor whose parts are the rows of a matrix."""
+    flat, num_elements = tf.reshape(rows, [-1]), math.prod(shape)
+    return tf.reshape(flat if flat.shape[0] == num_elements else flat[:num_elements], shape)
+
+
+def whole_of_arrays(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """The array that consists of these parts, one of each rank.
+
+    Raises:
+        ValueError: they are not its parts.
+    """
+    num_elements = math.prod(shape)
+    if any(part.shape != (part_length(num_elements, len(parts)),) for part in parts):
+        raise ValueError(f"shapes {[part.shape for part in parts]} are not those of the parts of shape {tuple(shape)}")
+    return np.concatenate(parts)[:num_elements].reshape(shape)
+
+
+def mark_part(variable: keras.Variable, part: Part) -> None:
+    """Records that a variable of an optimizer holds the state of one rank's part of a variable of the model."""
+    vars(variable)["hvdtrain_part"] = part
+
+
+def part_of(variable: keras.Variable) -> Part | None:
+    """Which part of a whole variable this one holds; None if it is whole, and equal on all ranks."""
+    part: Part | None = vars(variable).get("hvdtrain_part")
+    return part
+
+
+def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
+    """The shape of a variable, or of that whose part it holds."""
+    part = part_of(variable)
+    return tuple(variable.shape) if part is None else part.shape
+
+
+def whole_variables(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
+    """Those variables that are equal on all ranks, because they hold no part of another."""
+    return [variable for variable in variables if part_of(variable) is None]
