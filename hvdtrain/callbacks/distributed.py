@@ -16,6 +16,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import first_difference, share_statistics, shared_statistics
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.equal_steps import EqualSteps
 from hvdtrain.optim.hook_state import require_model_hooks
 from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
@@ -95,6 +96,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         arguments = {"epochs": self.params.get("epochs"), "callbacks": self._names}
         require_agreement("arguments of model.fit", arguments, self._collectives)
+        require_whole_ema(self.model, self._own)
         self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
         self._compares_replicas = True
         self._forward("on_train_begin", logs)

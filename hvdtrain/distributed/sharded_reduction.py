@@ -12,6 +12,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import are_sent_together, bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, StepSum
 from hvdtrain.distributed.shards import rows_of_parts, whole_of_rows
+from hvdtrain.errors import UsageError
 
 _numbers = itertools.count(1)
 
@@ -60,7 +61,10 @@ class ShardedReduction:
         size = self.collectives.size
         tensors = [tf.convert_to_tensor(each) for each in gradients]
         rows, shapes = [rows_of_parts(each, size) for each in tensors], [each.shape for each in tensors]
-        layout = _layout(rows, self._config.groups)
+        groups = self._config.groups
+        if groups is not None and groups > len(rows):
+            raise UsageError(f"groups must be at most the number of gradients. Received: {groups} for {len(rows)}")
+        layout = _layout(rows, groups)
         packed = layout.pack(rows)
         with tf.control_dependencies(packed if are_sent_together(size, self.collectives.local_size) else []):
             buckets = [self._reduce(each, f"{self._named()}_scatter_{i}") for i, each in enumerate(packed)]
@@ -109,5 +113,4 @@ class ShardedReduction:
 
 
 def _layout(tensors: Sequence[tf.Tensor], groups: int | None) -> _Layout:
-    members = bucket_layout(tensors, groups and min(groups, len(tensors))).members
-    return _Layout([each.shape[-1] for each in tensors], members)
+    return _Layout([each.shape[-1] for each in tensors], bucket_layout(tensors, groups).members)

@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.shards import part_of
+from hvdtrain.errors import UsageError
+from hvdtrain.optim.hook_state import model_hooks
 
 
 def keeps_ema(model: keras.Model) -> bool:
@@ -42,6 +44,20 @@ def _swap(model: keras.Model) -> None:
         for (_, average), value in zip(pairs, own, strict=True):
             if average is not None:
                 average.assign(value)
+
+
+def require_whole_ema(model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Refuses Keras' callback that exchanges weights and EMA if each rank keeps only its part of the EMA.
+
+    Raises:
+        UsageError: a sharded model is to be trained with it.
+    """
+    swaps = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
+    if swaps and any(hooks.sharded is not None for hooks in model_hooks(model)):
+        raise UsageError(
+            "SwapEMAWeights needs the whole EMA on every rank. Received: a sharded optimizer. Leave the callback out "
+            "(Trainer evaluates the EMA without it), or shard_optimizer."
+        )
 
 
 @contextmanager

@@ -163,4 +163,3 @@ class _ShardedUpdates:
     def _key(self, variable: Any) -> str:
         key: str = self._optimizer._var_key(variable)
         return key
-

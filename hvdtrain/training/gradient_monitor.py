@@ -102,9 +102,7 @@ class GradientMonitor:
             self._half_squared_norms[index].assign(half)
             step = self._times.current_step()
             if self._copy_every:
-                keras.ops.cond(
-                    step % self._copy_every == 0, lambda: self._copy(reduced, variables), lambda: None
-                )
+                keras.ops.cond(step % self._copy_every == 0, lambda: self._copy(reduced, variables), lambda: None)
             if reduced.lost:
                 self._compresses = True
                 is_due = step % self._compression_error_every == 0
