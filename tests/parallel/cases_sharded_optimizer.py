@@ -210,8 +210,8 @@ def test_parts_of_reduced_gradients_are_those_of_the_mean(dtype, max_message_byt
         assert relative_difference(wide, expected) < tolerance
         for part, whole, mine, gradient in zip(parts, wholes, sent, own, strict=True):
             of_rank = Part(tuple(whole.shape), RANK, SIZE)
-            assert np.array_equal(part, of_rank.of(whole))
-            assert np.array_equal(whole_of_rows(mine, gradient.shape), gradient)
+            assert tf.reduce_all(part == of_rank.of(whole))
+            assert tf.reduce_all(whole_of_rows(mine, gradient.shape) == gradient)
         assert float(norm) == pytest.approx(sum(np.sum(each**2) / 2 for each in expected), rel=max(tolerance, 1e-6))
 
 
@@ -273,7 +273,9 @@ def test_model_fit_and_embeddings(folder):
     hvdtrain.broadcast(model)
     callbacks = hvdtrain.callbacks.distributed()
     model.fit(x[RANK::SIZE], y[RANK::SIZE], epochs=2, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks)
-    single.compile(adam(), loss())
+    # Keras alone would clip each occurrence of a row by itself.
+    dense = {"sparse_as_dense": True, "collectives": SingleProcessCollectives()}
+    single.compile(hvdtrain.DistributedOptimizer(adam(), **dense), loss(), jit_compile=False)
     single.fit(x, y, epochs=2, batch_size=16 * SIZE, shuffle=False, verbose=0)
     assert relative_difference(values(model.weights), values(single.weights)) < TOLERANCE
     assert_equal_replicas(model)
@@ -338,7 +340,8 @@ def test_resumes_with_and_without_sharding_and_on_another_number_of_ranks(folder
     run, before, started = folder / "run", None, []
     for last_call, is_sharded in ((5, True), (3, False), (2, True)):
         with JobWatch(COLLECTIVES) as own:
-            options = {"callbacks": [StopAt(own, last_call)], "job_watch": own, "weights": RANK}
+            seed = 100 if before is None else RANK
+            options = {"callbacks": [StopAt(own, last_call)], "job_watch": own, "weights": seed}
             stage = smooth((lambda: sharded(adam())) if is_sharded else adam, run, **options)
             with pytest.raises(StoppedEarly):
                 stage.fit(on_start=lambda restored, stage=stage: started.append(whole_state(stage.model.optimizer)))
@@ -372,6 +375,7 @@ def test_a_checkpoint_is_loaded_without_sharding(folder):
     trained_run.fit()
     state = whole_state(trained_run.model.optimizer)
     model = smooth(adam).model
+    model.optimizer.build(model.trainable_variables)
     hvdtrain.Checkpointer(folder, model).load()
     assert all(map(np.array_equal, float_values(model.optimizer), state))
 
