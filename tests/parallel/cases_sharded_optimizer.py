@@ -86,7 +86,7 @@ def one_step(model, optimizer, x, y) -> None:
 def test_every_elementwise_optimizer_makes_the_updates_of_one_process(name):
     """In single and double precision, with and without clipping and EMA; the state is that of one process too."""
     clipped = CLIPPED[list(OPTIMIZERS).index(name) % len(CLIPPED)]
-    for dtype, tolerance in (("float32", TOLERANCE), ("float64", 1e-12)):
+    for dtype, tolerance in (("float32", 1e-5), ("float64", 1e-12)):
         options = {**clipped, "use_ema": True, "ema_momentum": 0.5} if dtype == "float64" else {}
         with dtype_policy(dtype):
             ours, single = dense_model(), dense_model()
