@@ -11,7 +11,8 @@
 8. ``LossScaleOptimizer.check_finite``: all ranks agree on whether a gradient has overflowed.
 9. ``_clip_gradients``: the gradients are reduced over ranks, and monitored; then Keras clips them.
 10. ``_apply_weight_decay``, ``_backend_update_step``, ``_update_model_variables_moving_average``,
-    ``_overwrite_model_variables_with_average_value``: weight decay, update and EMA, unless this step is skipped.
+    ``_overwrite_model_variables_with_average_value``: weight decay, update and EMA, unless this step is skipped. Those
+    of a sharded optimizer work on this rank's parts of variables, and collect the updated parts of all ranks.
 
 Methods of an optimizer are replaced on the object, not in a subclass, for Keras writes an optimizer's class into a
 saved model. A training loop replaces those of steps 4, 5 and 7 (:class:`LoopHooks`), ``DistributedOptimizer`` those of
@@ -48,7 +49,7 @@ from hvdtrain.optim.hook_state import (
     installed_hooks,
     model_hooks,
 )
-from hvdtrain.optim.sharded_updates import shard_updates
+from hvdtrain.optim.sharded_updates import sharded_methods
 from hvdtrain.optim.step_reduction import reduce_step
 
 # Step 1: the forward pass.
@@ -331,7 +332,8 @@ keras.optimizers.LossScaleOptimizer.check_finite = _check_finite_on_every_rank
 def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
     """Replaces the methods of steps 9 and 10 of an optimizer that applies gradients."""
     if hooks.sharded is not None:
-        shard_updates(optimizer, hooks.sharded)
+        for name, method in sharded_methods(optimizer, hooks.sharded).items():
+            _replace(optimizer, name, method)
     apply, clip = optimizer.apply, optimizer._clip_gradients
     update_ema = optimizer._update_model_variables_moving_average
     if optimizer.gradient_accumulation_steps:

@@ -41,23 +41,25 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-def shard_updates(optimizer: Any, reduction: ShardedReduction) -> None:
-    """Replaces methods of an elementwise optimizer so that it keeps, and updates, this rank's part of each variable.
+def sharded_methods(optimizer: Any, reduction: ShardedReduction) -> dict[str, Callable[..., Any]]:
+    """What replaces methods of an elementwise optimizer, so that it keeps and updates this rank's part of variables.
 
-    Its variables are the parts' state, under their usual names. Accumulated gradients stay whole: they are this
+    Its variables are then the parts' state, under their usual names. Accumulated gradients stay whole: they are this
     rank's own, before the reduction. A saved model holds no state of the optimizer.
     """
     updates = _ShardedUpdates(optimizer, reduction)
-    optimizer.build = updates.build
-    optimizer.add_variable_from_reference = updates.add_variable_from_reference
-    optimizer.save_own_variables = lambda store: None
-    optimizer._get_variable_index = updates.get_variable_index
-    optimizer._use_weight_decay = updates.use_weight_decay
-    optimizer._clip_gradients = updates.clip_gradients
-    optimizer._apply_weight_decay = updates.apply_weight_decay
-    optimizer._backend_update_step = updates.update
-    optimizer._update_model_variables_moving_average = updates.update_ema
-    optimizer._overwrite_model_variables_with_average_value = updates.overwrite_with_ema
+    return {
+        "build": updates.build,
+        "add_variable_from_reference": updates.add_variable_from_reference,
+        "save_own_variables": lambda store: None,
+        "_get_variable_index": updates.get_variable_index,
+        "_use_weight_decay": updates.use_weight_decay,
+        "_clip_gradients": updates.clip_gradients,
+        "_apply_weight_decay": updates.apply_weight_decay,
+        "_backend_update_step": updates.update,
+        "_update_model_variables_moving_average": updates.update_ema,
+        "_overwrite_model_variables_with_average_value": updates.overwrite_with_ema,
+    }
 
 
 class _ShardedUpdates:
