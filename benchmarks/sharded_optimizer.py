@@ -101,10 +101,10 @@ def compare(ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     step_ms = {kind: statistics.median(each) for kind, each in times.items()}
     weights_mb, state_mb = (whole[0][name] / 1e6 for name in ("weights", "state"))
     print(
-        f"{ranks} ranks, {weights_mb:.0f} MB of weights, batch {arguments.batch_size}: state {state_mb:.0f} MB, sharded "
-        f"{state:.4f} of that; resident memory of a rank {resident[0]:.0f} MB, sharded {resident[1]:.0f} MB; step "
-        f"{step_ms['whole']:.0f} ms, sharded {step_ms['sharded']:.0f} ms, ratio {median:.3f} ({low:.3f} to {high:.3f}) "
-        f"over {len(ratios)} pairs",
+        f"{ranks} ranks, {weights_mb:.0f} MB of weights, batch {arguments.batch_size}; state {state_mb:.0f} MB, "
+        f"sharded {state:.4f} of that; resident memory of a rank {resident[0]:.0f} MB, sharded {resident[1]:.0f} MB; "
+        f"step {step_ms['whole']:.0f} ms, sharded {step_ms['sharded']:.0f} ms, ratio {median:.3f} "
+        f"({low:.3f} to {high:.3f}) over {len(ratios)} pairs",
         flush=True,
     )
     return {"state": state, "resident_mb": resident, "step_ms": step_ms, "ratio": [low, median, high]}

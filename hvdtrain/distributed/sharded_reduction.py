@@ -1,39 +1,38 @@
 """Reduces gradients so that each rank receives its part of the result, and collects the parts of all ranks."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import piece_bounds
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import are_sent_together, bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, StepSum
-from hvdtrain.distributed.shards import rows_of_parts, whole_of_rows
+from hvdtrain.distributed.shards import part_length, rows_of_parts, whole_of_rows
 from hvdtrain.errors import UsageError
 
+PIECE_BYTES = 4 << 20
+"""What is exchanged at a time: the C library gives larger buffers back after use, and new memory is slow."""
 _numbers = itertools.count(1)
 
 
 class _Layout(NamedTuple):
-    """Which parts share a bucket."""
+    """Which vectors share a bucket."""
 
     lengths: Sequence[int]
-    """Those of the parts."""
+    """Those of the vectors."""
     members: Sequence[Sequence[int]]
-    """For each bucket, the positions of its parts."""
+    """For each bucket, the positions of its vectors."""
 
-    def pack(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The buckets: vectors, or matrices whose rows are parts, concatenated."""
-        return [
-            parts[members[0]] if len(members) == 1 else tf.concat([parts[i] for i in members], axis=-1)
-            for members in self.members
-        ]
+    def pack(self, vectors: Sequence[tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]) -> list[tf.Tensor]:
+        """The buckets: a tensor as it is, or several joined in a vector, or in a matrix whose rows are vectors."""
+        groups = [[vectors[i] for i in members] for members in self.members]
+        return [group[0] if len(group) == 1 else join(group) for group in groups]
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The parts, or matrices, that were packed."""
+        """What was packed."""
         found: dict[int, tf.Tensor] = {}
         for members, bucket in zip(self.members, buckets, strict=True):
             several = len(members) > 1
@@ -58,16 +57,19 @@ class ShardedReduction:
 
     def __call__(self, gradients: Sequence[Gradient]) -> ReducedGradients:
         """Reduces gradients; the result holds this rank's parts, as vectors."""
-        size = self.collectives.size
+        size, groups = self.collectives.size, self._config.groups
         tensors = [tf.convert_to_tensor(each) for each in gradients]
-        rows, shapes = [rows_of_parts(each, size) for each in tensors], [each.shape for each in tensors]
-        groups = self._config.groups
-        if groups is not None and groups > len(rows):
-            raise UsageError(f"groups must be at most the number of gradients. Received: {groups} for {len(rows)}")
-        layout = _layout(rows, groups)
-        packed = layout.pack(rows)
+        if groups is not None and groups > len(tensors):
+            raise UsageError(f"groups must be at most the number of gradients. Received: {groups} for {len(tensors)}")
+        shapes = [each.shape for each in tensors]
+        lengths = [part_length(shape.num_elements(), size) for shape in shapes]
+        layout = _Layout(lengths, bucket_layout(tensors, groups).members)
+        packed = layout.pack(tensors, lambda group: tf.concat([rows_of_parts(each, size) for each in group], axis=1))
         with tf.control_dependencies(packed if are_sent_together(size, self.collectives.local_size) else []):
-            buckets = [self._reduce(each, f"{self._named()}_scatter_{i}") for i, each in enumerate(packed)]
+            buckets = [
+                self._reduce(bucket, sum(lengths[i] for i in members), len(members) > 1, f"{self._named()}_scatter_{i}")
+                for i, (bucket, members) in enumerate(zip(packed, layout.members, strict=True))
+            ]
         return ReducedGradients(
             packed,
             buckets,
@@ -84,33 +86,44 @@ class ShardedReduction:
 
     def gather(self, parts: Sequence[tf.Tensor], shapes: Sequence[Sequence[int]], place: str) -> list[tf.Tensor]:
         """The whole tensors of these shapes, from each rank's parts; ``place`` identifies the call site."""
-        layout = _layout(parts, None)
-        rows = [self._gather(each, f"{self._named()}_{place}_{i}") for i, each in enumerate(layout.pack(parts))]
+        layout = _Layout([each.shape[0] for each in parts], bucket_layout(parts).members)
+        packed = layout.pack(parts, lambda group: tf.concat(group, axis=0))
+        rows = [self._gather(each, f"{self._named()}_{place}_{i}") for i, each in enumerate(packed)]
         return [whole_of_rows(each, shape) for each, shape in zip(layout.unpack(rows), shapes, strict=True)]
 
     def _named(self) -> str:
         self._name = self._name or f"hvdtrain_shards_{next(_numbers)}"
         return self._name
 
-    def _reduce(self, rows: tf.Tensor, name: str) -> tf.Tensor:
-        """This rank's row of the mean, or the sum, of all ranks' matrices."""
-        half, size = rows.dtype in (tf.float16, tf.bfloat16), self.collectives.size
-        sent = tf.cast(rows, tf.float32) if half else rows
-        totals = []
-        for start, end in piece_bounds(rows.shape[1], size * sent.dtype.size):
-            piece = sent if end - start == rows.shape[1] else sent[:, start:end]
-            totals.append(tf.add_n(tf.unstack(self.collectives.exchange_rows(piece, f"{name}_{start}"))))
-        total = totals[0] if len(totals) == 1 else tf.concat(totals, axis=0)
+    def _reduce(self, bucket: tf.Tensor, length: int, is_matrix: bool, name: str) -> tf.Tensor:
+        """This rank's part of the mean, or the sum, of all ranks' buckets: whole tensors, or matrices of parts."""
+        size, half = self.collectives.size, bucket.dtype in (tf.float16, tf.bfloat16)
+        wide = tf.float32 if half else bucket.dtype
+
+        def reduce(start: int, end: int) -> tf.Tensor:
+            rows = bucket[:, start:end] if is_matrix else rows_of_parts(bucket, size, start, end)
+            received = self.collectives.exchange_rows(tf.cast(rows, wide), f"{name}_{start}")
+            return tf.add_n(tf.unstack(received))
+
+        total = _in_pieces(reduce, length, size * wide.size, axis=0)
         if self._config.op == "average":
-            total /= tf.cast(size, total.dtype)
-        return tf.cast(total, rows.dtype)
+            total /= tf.cast(size, wide)
+        return tf.cast(total, bucket.dtype)
 
     def _gather(self, part: tf.Tensor, name: str) -> tf.Tensor:
         """Every rank's vector as the rows of a matrix."""
-        bounds = piece_bounds(part.shape[0], self.collectives.size * part.dtype.size)
-        pieces = [self.collectives.gather_rows(part[start:end], f"{name}_{start}") for start, end in bounds]
-        return pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=1)
+
+        def gather(start: int, end: int) -> tf.Tensor:
+            return self.collectives.gather_rows(part[start:end], f"{name}_{start}")
+
+        return _in_pieces(gather, part.shape[0], self.collectives.size * part.dtype.size, axis=1)
 
 
-def _layout(tensors: Sequence[tf.Tensor], groups: int | None) -> _Layout:
-    return _Layout([each.shape[-1] for each in tensors], bucket_layout(tensors, groups).members)
+def _in_pieces(receive: Callable[[int, int], tf.Tensor], length: int, column_bytes: int, *, axis: int) -> tf.Tensor:
+    """Receives a range of columns, one piece after the other, and joins them along an axis."""
+    step = max(1, PIECE_BYTES // column_bytes)
+    pieces: list[tf.Tensor] = []
+    for start in range(0, length, step):
+        with tf.control_dependencies(pieces[-1:]):
+            pieces.append(receive(start, min(start + step, length)))
+    return pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=axis)

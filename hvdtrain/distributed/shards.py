@@ -43,12 +43,18 @@ def part_length(num_elements: int, num_ranks: int) -> int:
     return _MULTIPLE * -(-num_elements // (_MULTIPLE * num_ranks))
 
 
-def rows_of_parts(whole: tf.Tensor, num_ranks: int) -> tf.Tensor:
-    """The parts of a tensor, of static shape, as the rows of a matrix, in the order of ranks."""
-    num_elements = whole.shape.num_elements()
-    length = part_length(num_elements, num_ranks)
-    flat, missing = tf.reshape(whole, [-1]), num_ranks * length - num_elements
-    return tf.reshape(tf.pad(flat, [[0, missing]]) if missing else flat, [num_ranks, length])
+def rows_of_parts(whole: tf.Tensor, num_ranks: int, start: int = 0, end: int | None = None) -> tf.Tensor:
+    """The parts of a tensor, of static shape, as the rows of a matrix, in the order of ranks.
+
+    Args:
+        start, end: the columns; others are not copied.
+    """
+    flat = tf.reshape(whole, [-1])
+    length = part_length(flat.shape[0], num_ranks)
+    end = length if end is None else end
+    rows = [flat[rank * length + start : min(flat.shape[0], rank * length + end)] for rank in range(num_ranks)]
+    missing = [end - start - row.shape[0] for row in rows]
+    return tf.stack([tf.pad(row, [[0, num]]) if num else row for row, num in zip(rows, missing, strict=True)])
 
 
 def whole_of_rows(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
