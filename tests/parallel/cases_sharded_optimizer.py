@@ -186,7 +186,7 @@ SHAPES = [(3, 5), (), (520 * SIZE, 1013), (1,), (33,)]  # one of them has a buck
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("piece_bytes", [1 << 30, 256])
+@pytest.mark.parametrize("piece_bytes", [1 << 30, 1 << 18])
 def test_parts_of_reduced_gradients_are_those_of_the_mean(dtype, piece_bytes, monkeypatch):
     monkeypatch.setattr(sharded_reduction, "PIECE_BYTES", piece_bytes)
     own = [np.random.default_rng((RANK, i)).normal(size=shape) for i, shape in enumerate(SHAPES)]
