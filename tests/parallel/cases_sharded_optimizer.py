@@ -82,7 +82,12 @@ def one_step(model, optimizer, x, y) -> None:
     optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("momentum", "Adam", "Nadam", "Ftrl")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS]
+)
 def test_every_elementwise_optimizer_makes_the_updates_of_one_process(name):
     """In single and double precision, with and without clipping and EMA; the state is that of one process too."""
     clipped = CLIPPED[list(OPTIMIZERS).index(name) % len(CLIPPED)]
@@ -240,7 +245,7 @@ def test_all_ranks_find_a_gradient_that_is_not_finite_in_the_part_of_one():
         trained(tanh_model, sharded(adamw()), Arrays(x, Y))
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_mixed_precision(policy):
     with dtype_policy(policy):
         optimizers = [keras.optimizers.Adam(0.01) for _ in range(2)]
@@ -312,7 +317,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", ["Adam, EMA", pytest.param("accumulation", marks=pytest.mark.long)])
 def test_stopped_and_resumed_equals_uninterrupted(name, folder, watch):
     optimizer, options = RESUMED[name]
     uninterrupted = make_run(optimizer, **options)
