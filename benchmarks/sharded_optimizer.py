@@ -44,7 +44,7 @@ def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None
     from hvdtrain.training.step_runner import StepRunner
 
     collectives = runtime.current().collectives
-    width = round((megabytes * 1e6 / 4 / LAYERS) ** 0.5)
+    width = 64 * round((megabytes * 1e6 / 4 / LAYERS) ** 0.5 / 64)
     x = np.random.default_rng(0).normal(size=(batch_size * topology.size, width)).astype(np.float32)
     started = resident_bytes()
 

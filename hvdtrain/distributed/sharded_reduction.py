@@ -14,7 +14,10 @@ from hvdtrain.distributed.shards import part_length, rows_of_parts, whole_of_row
 from hvdtrain.errors import UsageError
 
 PIECE_BYTES = 4 << 20
-"""What is exchanged at a time: the C library gives larger buffers back after use, and new memory is slow."""
+"""What is exchanged at a time, one piece and one bucket after the other, so that they use the same memory.
+
+The C library returns large buffers to the system after each use, and new memory is slow.
+"""
 _numbers = itertools.count(1)
 
 
@@ -65,11 +68,12 @@ class ShardedReduction:
         lengths = [part_length(shape.num_elements(), size) for shape in shapes]
         layout = _Layout(lengths, bucket_layout(tensors, groups).members)
         packed = layout.pack(tensors, lambda group: tf.concat([rows_of_parts(each, size) for each in group], axis=1))
-        with tf.control_dependencies(packed if are_sent_together(size, self.collectives.local_size) else []):
-            buckets = [
-                self._reduce(bucket, sum(lengths[i] for i in members), len(members) > 1, f"{self._named()}_scatter_{i}")
-                for i, (bucket, members) in enumerate(zip(packed, layout.members, strict=True))
-            ]
+        waits_for = packed if are_sent_together(size, self.collectives.local_size) else []
+        buckets: list[tf.Tensor] = []
+        for i, (bucket, members) in enumerate(zip(packed, layout.members, strict=True)):
+            length, name = sum(lengths[j] for j in members), f"{self._named()}_scatter_{i}"
+            with tf.control_dependencies([*waits_for, *buckets[-1:]]):
+                buckets.append(self._reduce(bucket, length, len(members) > 1, name))
         return ReducedGradients(
             packed,
             buckets,
@@ -88,7 +92,10 @@ class ShardedReduction:
         """The whole tensors of these shapes, from each rank's parts; ``place`` identifies the call site."""
         layout = _Layout([each.shape[0] for each in parts], bucket_layout(parts).members)
         packed = layout.pack(parts, lambda group: tf.concat(group, axis=0))
-        rows = [self._gather(each, f"{self._named()}_{place}_{i}") for i, each in enumerate(packed)]
+        rows: list[tf.Tensor] = []
+        for i, each in enumerate(packed):
+            with tf.control_dependencies(rows[-1:]):
+                rows.append(self._gather(each, f"{self._named()}_{place}_{i}"))
         return [whole_of_rows(each, shape) for each, shape in zip(layout.unpack(rows), shapes, strict=True)]
 
     def _named(self) -> str:

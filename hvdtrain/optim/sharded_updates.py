@@ -70,7 +70,7 @@ class _ShardedUpdates:
         self._reduction = reduction
         self._rank, self._num_ranks = reduction.collectives.rank, reduction.collectives.size
         self._parts: dict[str, keras.Variable] = {}
-        """By the key of the whole variable: its part while it is updated; between steps it shares its memory."""
+        """By the key of the whole variable: its part while it is updated, empty between steps."""
         self._wholes: dict[str, keras.Variable] = {}
         """By the key of the part."""
         self._keras_build: Callable[..., None] = optimizer.build
@@ -136,7 +136,8 @@ class _ShardedUpdates:
         wholes = self._gather([part.value.read_value() for part in parts], variables, "variable")
         for variable, value in zip(variables, wholes, strict=True):
             variable.assign(value)
-        self._refresh(variables)  # This frees the memory of the parts.
+        for part in parts:
+            _free(part)
 
     def update_ema(self, variables: Sequence[keras.Variable]) -> None:
         self._keras_update_ema([self._part(each).of(each.value) for each in variables])
@@ -154,7 +155,7 @@ class _ShardedUpdates:
     def _refresh(self, variables: Sequence[keras.Variable]) -> None:
         """Sets parts to the values of their variables, which others may have assigned: a callback, a constraint."""
         for variable in variables:
-            self._parts[self._key(variable)].assign(self._part(variable).of(variable.value))
+            _set(self._parts[self._key(variable)], self._part(variable).of(variable.value))
 
     def _part(self, variable: keras.Variable) -> Part:
         return Part(tuple(variable.shape), self._rank, self._num_ranks)
@@ -165,3 +166,14 @@ class _ShardedUpdates:
     def _key(self, variable: Any) -> str:
         key: str = self._optimizer._var_key(variable)
         return key
+
+
+def _free(variable: keras.Variable) -> None:
+    """Frees the memory of a variable until it is next set."""
+    # TensorFlow refuses another shape unless it learns of it when the operation runs.
+    _set(variable, tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.value.dtype), [None]))
+
+
+def _set(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Assigns a value, whatever the shape of the one before."""
+    tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)
