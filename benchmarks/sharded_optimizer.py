@@ -5,12 +5,13 @@
 
 Times: one job holds a model of either kind and makes their steps in turn, with the NaN guard and a global gradient norm
 as in any run. Prints the ratio of the times of two neighbouring steps, median and middle half. Memory: a job for each
-kind. Prints the bytes of the optimizer's variables, and the resident memory of the largest rank after three steps.
+kind. Prints the bytes of the optimizer's variables, and the peak resident memory of the largest rank in three steps.
 The last results are in ``benchmarks/results/sharded_optimizer.json``.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -24,9 +25,8 @@ KINDS = ("whole", "sharded")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np"]
 
 
-def resident_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+def peak_bytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None:
@@ -46,7 +46,7 @@ def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None
     collectives = runtime.current().collectives
     width = 64 * round((megabytes * 1e6 / 4 / LAYERS) ** 0.5 / 64)
     x = np.random.default_rng(0).normal(size=(batch_size * topology.size, width)).astype(np.float32)
-    started = resident_bytes()
+    before = peak_bytes()
 
     def runner(kind: str) -> StepRunner:
         model = keras.Sequential([layers.Input((width,)), *(layers.Dense(width) for _ in range(LAYERS))])
@@ -68,7 +68,7 @@ def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None
     for _ in range(3):
         for each in runners:
             step_ms(each)
-    resident = resident_bytes() - started
+    peak = peak_bytes() - before
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for i in range(pairs):
         # Alternate the order, so that neither always runs second.
@@ -77,7 +77,7 @@ def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None
     model = runners[0].model
     state = sum(each.numpy().nbytes for each in model.optimizer.variables)
     weights = sum(each.numpy().nbytes for each in model.weights)
-    found = {"rank": topology.rank, "weights": weights, "state": state, "resident": resident, "times": times}
+    found = {"rank": topology.rank, "weights": weights, "state": state, "peak": peak, "times": times}
     print("MEASURED " + json.dumps(found), flush=True)
 
 
@@ -95,19 +95,19 @@ def compare(ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     whole, sharded = (measure([kind], ranks, arguments) for kind in KINDS)
     times = measure(list(KINDS), ranks, arguments)[0]["times"]
     state = max(each["state"] for each in sharded) / whole[0]["state"]
-    resident = [max(each["resident"] for each in found) / 1e6 for found in (whole, sharded)]
+    peak = [max(each["peak"] for each in found) / 1e6 for found in (whole, sharded)]
     ratios = [b / a for a, b in zip(*times.values(), strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4)
     step_ms = {kind: statistics.median(each) for kind, each in times.items()}
     weights_mb, state_mb = (whole[0][name] / 1e6 for name in ("weights", "state"))
     print(
         f"{ranks} ranks, {weights_mb:.0f} MB of weights, batch {arguments.batch_size}; state {state_mb:.0f} MB, "
-        f"sharded {state:.4f} of that; resident memory of a rank {resident[0]:.0f} MB, sharded {resident[1]:.0f} MB; "
+        f"sharded {state:.4f} of that; peak memory of a rank {peak[0]:.0f} MB, sharded {peak[1]:.0f} MB; "
         f"step {step_ms['whole']:.0f} ms, sharded {step_ms['sharded']:.0f} ms, ratio {median:.3f} "
         f"({low:.3f} to {high:.3f}) over {len(ratios)} pairs",
         flush=True,
     )
-    return {"state": state, "resident_mb": resident, "step_ms": step_ms, "ratio": [low, median, high]}
+    return {"state": state, "peak_mb": peak, "step_ms": step_ms, "ratio": [low, median, high]}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.checkpoint.rank_file import RankFileReader
-from hvdtrain.distributed.shards import part_length, whole_of_arrays
+from hvdtrain.distributed.shards import whole_of_arrays
 
 PARTS = "parts"
 """The group of a rank's arrays, in the manifest, that are its parts of variables of the optimizer."""
@@ -30,7 +30,7 @@ class JoinedParts(Mapping[str, np.ndarray]):
         shapes = {name: shape for name, shape, _ in manifest["variables"]}
         self._shapes = {name: shapes[name] for name, _, _ in manifest["own"].get(PARTS, [])}
         for name, shape, _ in manifest["own"].get(PARTS, []):
-            if shape != [part_length(int(np.prod(shapes[name], dtype=np.int64)), len(ranks.specs))]:
+            if len(shape) != 1 or shape[0] * len(ranks.specs) < int(np.prod(shapes[name], dtype=np.int64)):
                 raise ValueError(f"{name} has parts of shape {shape}, but is of shape {shapes[name]}")
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -203,8 +203,8 @@ class ModelState:
         by_name = self._by_saved_name(description, accumulators=False)
         own = description["own"]
         found = {each[0]: by_name[each[0]] for each in own["weights"] if each[0] in by_name}
-        for name, _, _ in own.get(PARTS, []):
-            if part_of(by_name[name]) is not None:
+        for name, shape, _ in own.get(PARTS, []):
+            if part_of(by_name[name]) is not None and list(by_name[name].shape) == shape:
                 found[name] = by_name[name]
         found |= dict(zip((each[0] for each in own["random"]), self._random().values(), strict=True))
         metrics = self._metrics()

@@ -10,14 +10,9 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import are_sent_together, bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, StepSum
-from hvdtrain.distributed.shards import part_length, rows_of_parts, whole_of_rows
+from hvdtrain.distributed.shards import num_pieces, part_length, rows_of_parts, whole_of_rows
 from hvdtrain.errors import UsageError
 
-PIECE_BYTES = 4 << 20
-"""What is exchanged at a time, one piece and one bucket after the other, so that they use the same memory.
-
-The C library returns large buffers to the system after each use, and new memory is slow.
-"""
 _numbers = itertools.count(1)
 
 
@@ -110,27 +105,37 @@ class ShardedReduction:
         def reduce(start: int, end: int) -> tf.Tensor:
             rows = bucket[:, start:end] if is_matrix else rows_of_parts(bucket, size, start, end)
             received = self.collectives.exchange_rows(tf.cast(rows, wide), f"{name}_{start}")
-            return tf.add_n(tf.unstack(received))
+            total = tf.add_n(tf.unstack(received))
+            if self._config.op == "average":
+                total /= tf.cast(size, wide)
+            return tf.cast(total, bucket.dtype)[tf.newaxis]
 
-        total = _in_pieces(reduce, length, size * wide.size, axis=0)
-        if self._config.op == "average":
-            total /= tf.cast(size, wide)
-        return tf.cast(total, bucket.dtype)
+        return tf.reshape(_in_pieces(reduce, 1, length, num_pieces(size * length), bucket.dtype), [-1])
 
     def _gather(self, part: tf.Tensor, name: str) -> tf.Tensor:
         """Every rank's vector as the rows of a matrix."""
+        size, length = self.collectives.size, part.shape[0]
 
         def gather(start: int, end: int) -> tf.Tensor:
             return self.collectives.gather_rows(part[start:end], f"{name}_{start}")
 
-        return _in_pieces(gather, part.shape[0], self.collectives.size * part.dtype.size, axis=1)
+        return _in_pieces(gather, size, length, num_pieces(size * length), part.dtype)
 
 
-def _in_pieces(receive: Callable[[int, int], tf.Tensor], length: int, column_bytes: int, *, axis: int) -> tf.Tensor:
-    """Receives a range of columns, one piece after the other, and joins them along an axis."""
-    step = max(1, PIECE_BYTES // column_bytes)
-    pieces: list[tf.Tensor] = []
-    for start in range(0, length, step):
-        with tf.control_dependencies(pieces[-1:]):
-            pieces.append(receive(start, min(start + step, length)))
-    return pieces[0] if len(pieces) == 1 else tf.concat(pieces, axis=axis)
+def _in_pieces(
+    receive: Callable[[int, int], tf.Tensor], num_rows: int, length: int, count: int, dtype: tf.DType
+) -> tf.Tensor:
+    """A matrix of which a number of columns is received at a time, and written to its place."""
+    step = -(-length // count)
+    starts = range(0, length, step)
+    if len(starts) == 1:
+        return receive(0, length)
+    matrix = tf.raw_ops.Empty(shape=[num_rows * len(starts), step], dtype=dtype)
+    for i, start in enumerate(starts):
+        with tf.control_dependencies([matrix]):
+            piece = receive(start, min(start + step, length))
+        if (missing := step - piece.shape[1]) > 0:
+            piece = tf.pad(piece, [[0, 0], [0, missing]])
+        matrix = tf.raw_ops.InplaceUpdate(x=matrix, i=[row * len(starts) + i for row in range(num_rows)], v=piece)
+    rows = tf.reshape(matrix, [num_rows, len(starts) * step])
+    return rows if rows.shape[1] == length else rows[:, :length]

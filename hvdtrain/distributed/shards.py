@@ -1,8 +1,8 @@
 """Which part of each variable a rank updates, and of which it keeps the optimizer's state (ZeRO stage 1).
 
 A variable is divided into as many equal parts as there are ranks, in the order of its elements, so that every rank has
-the same share of each layer. Parts are padded with zeros to a multiple of 32 elements, at which TensorFlow can address
-a part of a tensor without copying it.
+the same share of each layer. Parts are padded with zeros to a multiple of 32 elements, for each piece that they are sent in:
+there, TensorFlow can address a part of a tensor without copying it.
 """
 
 import dataclasses
@@ -14,6 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 _MULTIPLE = 32
+PIECE_ELEMENTS = 1 << 20
+"""Elements of a tensor that are exchanged at a time, 4 MiB of single precision, so that pieces use the same memory.
+
+The C library returns large buffers to the system after each use, and new memory is slow.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +44,14 @@ class Part:
 
 
 def part_length(num_elements: int, num_ranks: int) -> int:
-    """The length of each rank's part of a variable."""
-    return _MULTIPLE * -(-num_elements // (_MULTIPLE * num_ranks))
+    """The length of each rank's part of a variable: a multiple of 32, and of the number of pieces it is sent in."""
+    multiple = _MULTIPLE * num_pieces(num_elements)
+    return multiple * -(-num_elements // (multiple * num_ranks))
+
+
+def num_pieces(num_elements: int) -> int:
+    """In how many pieces a tensor is exchanged."""
+    return max(1, -(-num_elements // PIECE_ELEMENTS))
 
 
 def rows_of_parts(whole: tf.Tensor, num_ranks: int, start: int = 0, end: int | None = None) -> tf.Tensor:
@@ -70,7 +81,7 @@ def whole_of_arrays(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.nda
         ValueError: they are not its parts.
     """
     num_elements = math.prod(shape)
-    if any(part.shape != (part_length(num_elements, len(parts)),) for part in parts):
+    if len({part.shape for part in parts}) != 1 or parts[0].ndim != 1 or len(parts) * len(parts[0]) < num_elements:
         raise ValueError(f"shapes {[part.shape for part in parts]} are not those of the parts of shape {tuple(shape)}")
     return np.concatenate(parts)[:num_elements].reshape(shape)
 

@@ -27,7 +27,7 @@ from trainings import (
 
 import hvdtrain
 from hvdtrain.data import Arrays
-from hvdtrain.distributed import runtime, sharded_reduction
+from hvdtrain.distributed import runtime, shards
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
@@ -191,9 +191,9 @@ SHAPES = [(3, 5), (), (520 * SIZE, 1013), (1,), (33,)]  # one of them has a buck
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("piece_bytes", [1 << 30, 1 << 18])
-def test_parts_of_reduced_gradients_are_those_of_the_mean(dtype, piece_bytes, monkeypatch):
-    monkeypatch.setattr(sharded_reduction, "PIECE_BYTES", piece_bytes)
+@pytest.mark.parametrize("piece_elements", [1 << 30, 1 << 16])
+def test_parts_of_reduced_gradients_are_those_of_the_mean(dtype, piece_elements, monkeypatch):
+    monkeypatch.setattr(shards, "PIECE_ELEMENTS", piece_elements)
     own = [np.random.default_rng((RANK, i)).normal(size=shape) for i, shape in enumerate(SHAPES)]
     own = [tf.cast(each, dtype) for each in own]
     everyone = COLLECTIVES.allgather([np.asarray(tf.cast(each, tf.float64)) for each in own])

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.checkpoint.joined_parts import JoinedParts
+from hvdtrain.distributed import shards
 from hvdtrain.distributed.shards import (
     Part,
     mark_part,
+    num_pieces,
     part_length,
     rows_of_parts,
     whole_of_arrays,
@@ -26,11 +28,18 @@ SHAPES = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
 @PROPERTY
-@given(SHAPES, st.integers(1, 9))
-def test_parts_are_equally_long_and_make_up_the_whole(shape, num_ranks):
+@given(SHAPES, st.integers(1, 9), st.sampled_from([1 << 20, 100]))
+def test_parts_are_equally_long_and_make_up_the_whole(shape, num_ranks, piece_elements):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "PIECE_ELEMENTS", piece_elements)
+        check_parts(shape, num_ranks)
+
+
+def check_parts(shape, num_ranks):
     whole = np.arange(1, 1 + math.prod(shape), dtype=np.float32).reshape(shape)
     parts = [Part(shape, rank, num_ranks).of(tf.constant(whole)).numpy() for rank in range(num_ranks)]
     length = part_length(whole.size, num_ranks)
+    assert length % (32 * num_pieces(whole.size)) == 0
     assert {part.shape for part in parts} == {(length,)}
     assert np.array_equal(np.concatenate(parts)[: whole.size], whole.ravel())
     assert not np.concatenate(parts)[whole.size :].any()
