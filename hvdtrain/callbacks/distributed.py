@@ -14,7 +14,9 @@ from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import first_difference, share_statistics, shared_statistics
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.equal_steps import EqualSteps
 from hvdtrain.optim.hook_state import require_model_hooks
 from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
@@ -94,6 +96,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         arguments = {"epochs": self.params.get("epochs"), "callbacks": self._names}
         require_agreement("arguments of model.fit", arguments, self._collectives)
+        require_whole_ema(self.model, self._own)
         self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
         self._compares_replicas = True
         self._forward("on_train_begin", logs)
@@ -166,7 +169,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]
         if not any(are_local):
-            variables += self.model.optimizer.variables
+            variables += whole_variables(self.model.optimizer.variables)
         difference = first_difference(variables, self._collectives)
         if difference is not None:
             path, ranks = difference

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.checkpoint.joined_parts import PARTS
 from hvdtrain.checkpoint.transfer import Spec
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_memory import MemorySlot
@@ -21,6 +22,7 @@ from hvdtrain.distributed.replica_consistency import (
     random_streams,
     share_counters,
 )
+from hvdtrain.distributed.shards import part_of, whole_shape, whole_variables
 from hvdtrain.distributed.snapshot import host_array, host_tensor
 from hvdtrain.errors import DataError
 from hvdtrain.optim.distributed_optimizer import compression_memories
@@ -54,8 +56,9 @@ class ModelState:
     """Captures and restores the state of a compiled model and its optimizer.
 
     Replicas have equal weights and optimizers, except in local SGD. Per rank are the states of seed generators,
-    the sums of metrics, and weights that are not updated by gradients (the moving statistics of BatchNormalization),
-    which are averaged only for evaluation and in checkpoints.
+    the sums of metrics, weights that are not updated by gradients (the moving statistics of BatchNormalization),
+    which are averaged only for evaluation and in checkpoints, and the state of a sharded optimizer, of which each rank
+    saves its part.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
@@ -78,19 +81,20 @@ class ModelState:
             "random": self._random(),
             "weights": {name: variable for name, variable in shared.items() if id(variable) in split},
             "compression": self._compression(),
+            PARTS: {name: variable for name, variable in shared.items() if part_of(variable) is not None},
         }
         values = {name: host_array(variable) for group in own.values() for name, variable in group.items()}
         is_first, tensors = self._collectives.rank == 0, {}
         with averaged() if averaged else nullcontext():
             if is_first:
-                tensors = {name: host_tensor(variable) for name, variable in shared.items()}
+                tensors = {name: host_tensor(each) for name, each in shared.items() if part_of(each) is None}
         for name, variable in own["weights"].items():
             if keras.backend.is_float_dtype(variable.dtype) and not (averaged and name.startswith("model/")):
                 mean = self._mean(values[name], keep=is_first)
                 if is_first:
                     tensors[name] = tf.constant(mean, variable.dtype)
         description = {
-            "variables": _description(shared),
+            "variables": _whole_description(shared),
             "own": {group: _description(variables) for group, variables in own.items()},
             "accumulate": self._accumulate,
             "ranks": self._collectives.size,
@@ -132,7 +136,7 @@ class ModelState:
 
     def require_same_variables(self, description: Mapping[str, Any]) -> None:
         """Raises DataError if the variables of a checkpoint are not those of the model and its optimizer."""
-        here = [*_description(self._shared()), *_description(self._random())]
+        here = [*_whole_description(self._shared()), *_description(self._random())]
         there = [*description["variables"], *description["own"]["random"]]
         # Gradient accumulators depend on gradient_accumulation_steps, and are zero between steps.
         here, there = ([each for each in group if not _is_accumulator(each[0])] for group in (here, there))
@@ -157,39 +161,51 @@ class ModelState:
             without: variables that the caller restores on each rank.
         """
         others = {id(variable) for variable in without}
+        same_accumulation = description["accumulate"] == self._accumulate
+        by_name = self._by_saved_name(description, accumulators=same_accumulation)
+        restored = {name: variable for name, variable in by_name.items() if id(variable) not in others}
         if self._collectives.rank == 0:
-            self._restore_shared(description, tensors, others)
-        shared = [variable.value for variable in self._shared().values() if id(variable) not in others]
-        self._collectives.broadcast(shared)
+            self._restore_shared(description, tensors, restored)
+        shared = whole_variables([each for each in self._shared().values() if id(each) not in others])
+        self._collectives.broadcast([variable.value for variable in shared])
+        for name, variable in restored.items():
+            if (part := part_of(variable)) is not None:
+                # One after the other: only one of them is whole in memory.
+                value = tensors[name] if self._collectives.rank == 0 else np.zeros(part.shape, variable.dtype)
+                whole = tf.Variable(value, trainable=False, dtype=variable.dtype)
+                self._collectives.broadcast([whole])
+                variable.assign(part.of(whole))
         note_equal_counters(self._model)
 
     def _restore_shared(
-        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray], others: set[int]
+        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray], restored: Mapping[str, keras.Variable]
     ) -> None:
-        saved = [each[0] for each in description["variables"]]
-        here = self._shared()
-        if description["accumulate"] != self._accumulate:
-            saved = [name for name in saved if not _is_accumulator(name)]
-            for name in [name for name in here if _is_accumulator(name)]:
-                variable = here.pop(name)
-                variable.assign(tf.zeros_like(variable.value))
-        for name, variable in zip(saved, here.values(), strict=True):
-            if id(variable) not in others:
+        for name, variable in restored.items():
+            if part_of(variable) is None:
                 variable.assign(tensors[name])
         if description["accumulate"] != self._accumulate:
+            for variable in [each for name, each in self._shared().items() if _is_accumulator(name)]:
+                variable.assign(tf.zeros_like(variable.value))
             for leaf in leaves_of(self._model):  # Keras counts accumulation steps
                 leaf._iterations.assign(int(leaf._iterations.numpy()) // description["accumulate"] * self._accumulate)
+
+    def _by_saved_name(self, description: Mapping[str, Any], *, accumulators: bool) -> dict[str, keras.Variable]:
+        """The variables of the model and its optimizer, by their names in a checkpoint."""
+        saved = [name for name, _, _ in description["variables"] if accumulators or not _is_accumulator(name)]
+        here = [each for name, each in self._shared().items() if accumulators or not _is_accumulator(name)]
+        return dict(zip(saved, here, strict=True))
 
     def own_variables(self, description: Mapping[str, Any]) -> dict[str, Assignable]:
         """Returns what holds the values that belong to single ranks, by their names in the checkpoint."""
         return {**self._own_variables(description), **self._kept_by_compression(description)}
 
     def _own_variables(self, description: Mapping[str, Any]) -> dict[str, keras.Variable]:
-        saved = [each[0] for each in description["variables"] if not _is_accumulator(each[0])]
-        here = [variable for name, variable in self._shared().items() if not _is_accumulator(name)]
-        by_name = dict(zip(saved, here, strict=True))
+        by_name = self._by_saved_name(description, accumulators=False)
         own = description["own"]
         found = {each[0]: by_name[each[0]] for each in own["weights"] if each[0] in by_name}
+        for name, shape, _ in own.get(PARTS, []):
+            if part_of(by_name[name]) is not None and list(by_name[name].shape) == shape:
+                found[name] = by_name[name]
         found |= dict(zip((each[0] for each in own["random"]), self._random().values(), strict=True))
         metrics = self._metrics()
         if [each[1:] for each in own["metrics"]] == [each[1:] for each in _description(metrics)]:
@@ -280,6 +296,11 @@ def _named(group: str, variables: Sequence[keras.Variable]) -> dict[str, keras.V
 
 def _description(variables: Mapping[str, keras.Variable]) -> list[list[Any]]:
     return [[name, list(variable.shape), variable.dtype] for name, variable in variables.items()]
+
+
+def _whole_description(variables: Mapping[str, keras.Variable]) -> list[list[Any]]:
+    """Of variables of which a rank may hold a part; the description is the same without sharding."""
+    return [[name, list(whole_shape(variable)), variable.dtype] for name, variable in variables.items()]
 
 
 def _without_numbers(name: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.checkpoint.joined_parts import JoinedParts
 from hvdtrain.checkpoint.rank_file import RankFileReader
 from hvdtrain.errors import DataError
 from hvdtrain.system.atomic_files import remove
@@ -135,7 +136,9 @@ def read(folder: Path) -> "Content":
     with refusing_malformed(TENSORS):
         tensors = Tensors(folder)
     with refusing_malformed(RANKS):
-        return Content(folder, manifest, tensors, RankFileReader(folder / RANKS, int(manifest["ranks"])))
+        ranks = RankFileReader(folder / RANKS, int(manifest["ranks"]))
+    with refusing_malformed(MANIFEST):
+        return Content(folder, manifest, JoinedParts(tensors, ranks, manifest), ranks)
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -164,8 +167,8 @@ class Content(NamedTuple):
 
     path: Path
     manifest: dict[str, Any]
-    tensors: Tensors
-    """What all ranks have in common, or its average over ranks."""
+    tensors: Mapping[str, np.ndarray]
+    """What all ranks have in common, or its average over ranks, or what is joined from their parts."""
     ranks: RankFileReader
     """What belongs to single ranks."""
 

@@ -71,6 +71,15 @@ class TaskConfig(CommandConfig):
                 "--quorum adds up the gradients of those ranks that are ready, as they are. Received: --op "
                 f"{self.reduction.op}, --compression {self.reduction.compression}. Leave both out."
             )
+        if self.reduction.shard_optimizer:
+            excluded = {
+                "local SGD, which bench also measures: each rank makes updates of its own": self.training.mode
+                == "local",
+                "--quorum, with which a late rank makes the updates that it missed": self.training.stragglers.is_active,
+            }
+            for reason, is_set in excluded.items():
+                if is_set:
+                    raise UsageError(f"--shard-optimizer excludes {reason}. Received: both. Leave one of them out.")
         if self.training.mode == "local" and self.reduction.op != "average":
             raise UsageError(f"--mode local needs --op average. Received: --op {self.reduction.op}. Leave --op out.")
 

@@ -43,6 +43,8 @@ class ReductionConfig(Config):
     """Number of gradient buckets (default: large gradients alone, small ones together up to 1 MiB)."""
     sparse_as_dense: bool = False
     """Reduce the gradients of embeddings as dense tensors: less traffic if batches use most rows; same updates."""
+    shard_optimizer: bool = False
+    """Keep the optimizer's state of 1/N of every variable on each of N ranks (ZeRO stage 1); same updates."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +63,11 @@ class ReductionConfig(Config):
         if self.groups is not None and self.op == "adasum":
             raise UsageError(
                 f"--op adasum reduces each gradient alone. Received: --groups {self.groups}. Leave it out."
+            )
+        if self.shard_optimizer and (self.op == "adasum" or self.compression != "none"):
+            raise UsageError(
+                "--shard-optimizer sends each rank its part of the gradients' mean or sum. Received: --op "
+                f"{self.op}, --compression {self.compression}. Leave these out."
             )
 
 

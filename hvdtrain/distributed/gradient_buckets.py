@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.system import devices
+
 BUCKET_BYTES = 1 << 20
 """Size of a bucket. A gradient of at least this size is a bucket of its own, unless the number of buckets is given."""
 
@@ -60,6 +62,14 @@ def bucket_layout(tensors: Sequence[tf.Tensor], count: int | None = None) -> Buc
         parts = np.array_split(backwards, count)
         members = [bucket for part in parts for bucket in _by_dtype(tensors, part.tolist())]
     return BucketLayout([each.shape for each in tensors], members)
+
+
+def are_sent_together(num_ranks: int, num_local_ranks: int) -> bool:
+    """Whether all buckets are sent when the last one is ready.
+
+    With one core, nothing can be hidden behind the backward pass: a reduction meanwhile interrupts it.
+    """
+    return num_ranks == num_local_ranks and devices.computes_on_one_core()
 
 
 def _small_ones_together(tensors: Sequence[tf.Tensor], order: Sequence[int]) -> list[list[int]]:

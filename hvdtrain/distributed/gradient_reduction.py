@@ -23,9 +23,14 @@ class ReducedGradients:
     """Takes the gradients out of buckets."""
     lost: Sequence[tf.Tensor] = ()
     """What compression has left out of this rank's buckets."""
+    sum_over_ranks: "StepSum" = list
+    """Adds up what ranks compute from their reduced buckets, if each has other parts of the gradients."""
+    gather: "Callable[[Sequence[Gradient]], list[Gradient]]" = list
+    """The whole gradients, from each rank's parts."""
 
     @property
     def gradients(self) -> list[Gradient]:
+        """The reduced gradients; this rank's parts of them if the optimizer is sharded."""
         return self.unpack(self.buckets)
 
 
@@ -89,9 +94,14 @@ def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
         reduced: the last gradient is a scalar, the weight of each rank's samples, whose mean over ranks is less than 1
             if samples were left out.
     """
-    weight = tf.convert_to_tensor(reduced.gradients[-1])
+    unpack, weight = reduced.unpack, tf.convert_to_tensor(reduced.gradients[-1])
+    return dataclasses.replace(divided(reduced, weight), unpack=lambda buckets: unpack(buckets)[:-1])
+
+
+def divided(reduced: ReducedGradients, weight: tf.Tensor) -> ReducedGradients:
+    """Gradients divided by a weight; zeros if it is zero."""
     buckets = [bucket * tf.cast(tf.math.divide_no_nan(1.0, weight), bucket.dtype) for bucket in reduced.buckets]
-    return ReducedGradients(reduced.sent, buckets, lambda buckets: reduced.unpack(buckets)[:-1], reduced.lost)
+    return dataclasses.replace(reduced, buckets=buckets)
 
 
 def reduced_but_local(

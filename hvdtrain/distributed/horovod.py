@@ -11,7 +11,7 @@ from hvdtrain.distributed.bounded_messages import MAX_MESSAGE_BYTES, blocks, in_
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
-from hvdtrain.distributed.gradient_buckets import bucket_layout
+from hvdtrain.distributed.gradient_buckets import are_sent_together, bucket_layout
 from hvdtrain.distributed.gradient_reduction import (
     Gradient,
     GradientReducer,
@@ -24,7 +24,7 @@ from hvdtrain.distributed.gradient_reduction import (
 )
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.system import devices, environment, network, versions
+from hvdtrain.system import environment, network, versions
 from hvdtrain.system.launcher import Launcher
 
 _HALVES = (tf.bfloat16, tf.float16)
@@ -283,9 +283,7 @@ class HorovodCollectives:
         return total
 
     def _reduce_buckets(self, packed: Sequence[tf.Tensor], op: Any, name: str, **options: bool) -> list[tf.Tensor]:
-        # With one core nothing can be hidden behind the backward pass: a reduction meanwhile interrupts it.
-        sent_together = self.size == self.local_size and devices.computes_on_one_core()
-        with tf.control_dependencies(packed if sent_together else []):
+        with tf.control_dependencies(packed if are_sent_together(self.size, self.local_size) else []):
             return [self._allreduce(each, op, f"{name}_{i}", **options) for i, each in enumerate(packed)]
 
     def _next_reducer_name(self) -> str:

@@ -16,6 +16,7 @@ from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, sh
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, optimizers_of, require_keras_model
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import host_array
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.system import network
@@ -49,7 +50,7 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
     share_adapted_layers(model, collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
     global_streams = [global_stream()] if collectives.size > 1 else []
-    variables = [*model.variables, *optimizer_variables(model), *global_streams]
+    variables = [*model.variables, *whole_variables(optimizer_variables(model)), *global_streams]
     collectives.broadcast([variable.value for variable in variables])
     note_equal_counters(model)
     for variable in [*random_streams(model), *global_streams]:
@@ -213,7 +214,7 @@ def require_equal_replicas(
     Raises:
         DivergenceError: on every rank, naming the rank and the variable that differ.
     """
-    variables = [*model.weights, *([] if weights_only else optimizer_variables(model))]
+    variables = [*model.weights, *([] if weights_only else whole_variables(optimizer_variables(model)))]
     require_equal_adapted_layers(model, collectives, step)
     with shared_statistics(model, collectives):
         difference = first_difference(variables, collectives)

@@ -13,11 +13,14 @@ from hvdtrain.distributed.compression import Compression
 from hvdtrain.distributed.compression_memory import CompressionMemory
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import GradientReducer
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves
+from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.hook_state import GradientHooks, gradient_hooks, model_hooks
 from hvdtrain.optim.hooks import install_gradient_hooks
+from hvdtrain.optim.sharded_updates import require_elementwise
 
 
 def DistributedOptimizer(
@@ -27,6 +30,7 @@ def DistributedOptimizer(
     compression: str | Compression = ReductionConfig.compression,
     groups: int | None = ReductionConfig.groups,
     sparse_as_dense: bool = ReductionConfig.sparse_as_dense,
+    shard_optimizer: bool = ReductionConfig.shard_optimizer,
     collectives: Collectives | None = None,
 ) -> keras.optimizers.Optimizer:
     """Makes an optimizer apply gradients that are averaged over all ranks, and returns it.
@@ -49,6 +53,8 @@ def DistributedOptimizer(
             ``hvdtrain.PowerSGD(rank=4, start_after=100)``, or a :class:`~hvdtrain.Compression` of your own.
         groups: number of gradient buckets; None: large gradients alone, small ones together.
         sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
+        shard_optimizer: each rank keeps the optimizer's state of 1/N of every variable and updates that part (ZeRO
+            stage 1), for optimizers that update each element by itself. The updates stay the same.
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
 
     Raises:
@@ -63,14 +69,36 @@ def DistributedOptimizer(
         raise UsageError(
             f"an optimizer must be wrapped once. Received: {optimizer.name}, which is distributed already."
         )
-    reduction = ReductionConfig(op=op, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
     compressing = make_compression(compression)
+    options: dict[str, Any] = {"groups": groups, "sparse_as_dense": sparse_as_dense, "shard_optimizer": shard_optimizer}
+    reduction = ReductionConfig(op=op, **options)  # type: ignore[arg-type]
     collectives = collectives or runtime.current().collectives
     for leaf in leaves(optimizer):
-        reducer = make_reducer(collectives, reduction, compressing)
+        reducer = _make_reducer(leaf, collectives, reduction, compressing)
         hooks = GradientHooks(reduction, collectives, reducer, EqualStart(collectives), compression=compressing)
         install_gradient_hooks(leaf, hooks)
     return optimizer
+
+
+def _make_reducer(
+    leaf: keras.optimizers.Optimizer,
+    collectives: Collectives,
+    config: ReductionConfig,
+    compression: Compression | None,
+) -> GradientReducer:
+    if not config.shard_optimizer:
+        return make_reducer(collectives, config, compression)
+    if compression is not None:
+        raise UsageError(
+            f"a sharded optimizer sends whole gradients. Received: compression {compression}. Leave one of them out."
+        )
+    require_elementwise(leaf)
+    if collectives.may_change:
+        raise UsageError(
+            "elastic jobs do not support --shard-optimizer: a lost rank takes its part of the state with it. Leave it "
+            "out, or use launch/run --restarts."
+        )
+    return ShardedReduction(collectives, config) if collectives.reduces else collectives.gradient_reducer(config)
 
 
 def PartialDistributedOptimizer(
@@ -105,6 +133,8 @@ def PartialDistributedOptimizer(
             )
     if options.get("op") == "adasum":
         raise UsageError("op must be average or sum with local_layers. Received: adasum")
+    if options.get("shard_optimizer"):
+        raise UsageError("with local_layers, shard_optimizer must be False: each rank updates its own. Received: True")
 
     def local_variables() -> list[keras.Variable]:
         return [v for each in local for v in (each.weights if isinstance(each, keras.layers.Layer) else [each])]
@@ -143,8 +173,19 @@ def set_collectives(optimizer: keras.optimizers.Optimizer, collectives: Collecti
     """Makes a distributed optimizer average over other ranks from now on; compiled functions must be compiled anew."""
     for leaf in leaves(optimizer):
         hooks = require_hooks(leaf)
+        require_whole_state(hooks, "local SGD, in which each rank makes updates of its own")
         hooks.collectives = collectives
         hooks.reduce = make_reducer(collectives, hooks.reduction, hooks.compression)
+
+
+def require_whole_state(hooks: GradientHooks, reason: str) -> None:
+    """Refuses a sharded optimizer for what needs all of its state on every rank.
+
+    Raises:
+        UsageError: the optimizer is sharded.
+    """
+    if hooks.sharded is not None:
+        raise UsageError(f"--shard-optimizer (shard_optimizer=True) excludes {reason}. Leave one of them out.")
 
 
 def set_ema_ramp(optimizer: keras.optimizers.Optimizer) -> None:

@@ -8,6 +8,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.distributed.optimizers import leaves_of
+from hvdtrain.distributed.shards import part_of
+from hvdtrain.errors import UsageError
+from hvdtrain.optim.hook_state import model_hooks
 
 
 def keeps_ema(model: keras.Model) -> bool:
@@ -35,11 +38,26 @@ def _swap(model: keras.Model) -> None:
     for leaf in leaves_of(model):
         if not leaf.use_ema:
             continue
-        for variable, average in zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True):
+        pairs = list(zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True))
+        own = [None if average is None else tf.identity(_own_value(variable, average)) for variable, average in pairs]
+        leaf._overwrite_model_variables_with_average_value(leaf._trainable_variables)
+        for (_, average), value in zip(pairs, own, strict=True):
             if average is not None:
-                own = tf.identity(variable.value)
-                variable.assign(average.value)
-                average.assign(own)
+                average.assign(value)
+
+
+def require_whole_ema(model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Refuses Keras' callback that exchanges weights and EMA if each rank keeps only its part of the EMA.
+
+    Raises:
+        UsageError: a sharded model is to be trained with it.
+    """
+    swaps = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
+    if swaps and any(hooks.sharded is not None for hooks in model_hooks(model)):
+        raise UsageError(
+            "SwapEMAWeights needs the whole EMA on every rank. Received: a sharded optimizer. Leave the callback out "
+            "(Trainer evaluates the EMA without it), or shard_optimizer."
+        )
 
 
 @contextmanager
@@ -86,8 +104,14 @@ def moving_average_per_update(optimizer: Any) -> Callable[..., None]:
             for variable, average in zip(trainable_variables, optimizer._model_variables_moving_average, strict=True):
                 if average is not None:
                     kept = tf.cast(momentum, average.dtype)
-                    average.assign(kept * average + (1 - kept) * variable)
+                    average.assign(kept * average + (1 - kept) * _own_value(variable, average))
 
         keras.ops.cond(micro_batches % steps == 0, average_all, lambda: None)
 
     return update
+
+
+def _own_value(variable: keras.Variable, average: keras.Variable) -> tf.Tensor:
+    """The value of a variable, or this rank's part of it if the average is that of the part."""
+    part = part_of(average)
+    return variable.value.read_value() if part is None else part.of(variable.value)

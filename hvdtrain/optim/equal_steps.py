@@ -12,6 +12,7 @@ from hvdtrain.distributed.agreement import ranks_text, require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.hook_state import model_hooks, require_model_hooks
 
@@ -135,6 +136,7 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
         hooks = next(iter(model_hooks(model)), None)
         if hooks is not None and hooks.collectives.size > 1 and not isinstance(callbacks, keras.callbacks.CallbackList):
             callbacks = tf.nest.flatten(callbacks)
+            require_whole_ema(model, callbacks)
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
                 call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(hooks.collectives)]
         return fit(*call.args, **call.kwargs)

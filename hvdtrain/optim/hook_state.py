@@ -12,6 +12,7 @@ from hvdtrain.distributed.compression import Compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
 from hvdtrain.distributed.optimizers import leaves, leaves_of
+from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.equal_start import EqualStart
@@ -67,6 +68,11 @@ class GradientHooks:
     """While a step is traced: one of its reduced gradients, which exists if the step may be made."""
     num_reductions: int = 0
     """Number of traced reductions."""
+
+    @property
+    def sharded(self) -> ShardedReduction | None:
+        """The reduction of a sharded optimizer; None if each rank updates all variables."""
+        return self.reduce if isinstance(self.reduce, ShardedReduction) else None
 
     @property
     def share(self) -> float:

@@ -11,7 +11,8 @@
 8. ``LossScaleOptimizer.check_finite``: all ranks agree on whether a gradient has overflowed.
 9. ``_clip_gradients``: the gradients are reduced over ranks, and monitored; then Keras clips them.
 10. ``_apply_weight_decay``, ``_backend_update_step``, ``_update_model_variables_moving_average``,
-    ``_overwrite_model_variables_with_average_value``: weight decay, update and EMA, unless this step is skipped.
+    ``_overwrite_model_variables_with_average_value``: weight decay, update and EMA, unless this step is skipped. Those
+    of a sharded optimizer work on this rank's parts of variables, and collect the updated parts of all ranks.
 
 Methods of an optimizer are replaced on the object, not in a subclass, for Keras writes an optimizer's class into a
 saved model. A training loop replaces those of steps 4, 5 and 7 (:class:`LoopHooks`), ``DistributedOptimizer`` those of
@@ -31,13 +32,9 @@ import tensorflow as tf
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.gradient_reduction import (
-    Gradient,
-    reduced_but_local,
-    values_of,
-    without_left_out_samples,
-)
+from hvdtrain.distributed.gradient_reduction import Gradient, values_of
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves_of, optimizers_of
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update, ramped_momentum
 from hvdtrain.optim.equal_steps import with_equal_ranks
@@ -52,6 +49,8 @@ from hvdtrain.optim.hook_state import (
     installed_hooks,
     model_hooks,
 )
+from hvdtrain.optim.sharded_updates import sharded_methods
+from hvdtrain.optim.step_reduction import reduce_step
 
 # Step 1: the forward pass.
 
@@ -332,6 +331,9 @@ keras.optimizers.LossScaleOptimizer.check_finite = _check_finite_on_every_rank
 
 def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
     """Replaces the methods of steps 9 and 10 of an optimizer that applies gradients."""
+    if hooks.sharded is not None:
+        for name, method in sharded_methods(optimizer, hooks.sharded).items():
+            _replace(optimizer, name, method)
     apply, clip = optimizer.apply, optimizer._clip_gradients
     update_ema = optimizer._update_model_variables_moving_average
     if optimizer.gradient_accumulation_steps:
@@ -357,13 +359,8 @@ def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
         hooks.num_reductions += 1
         is_local = hooks.are_local(hooks.variables)
         shared = [variable for variable, local in zip(hooks.variables, is_local, strict=True) if not local]
-        hooks.equal_start.require([*shared, *optimizer.variables], hooks.collectives)
-        if any(is_local):
-            reduced = reduced_but_local(hooks.reduce, gradients, is_local, hooks.share)
-        elif hooks.step_weight is None:
-            reduced = hooks.reduce(gradients)
-        else:
-            reduced = without_left_out_samples(hooks.reduce([*gradients, hooks.step_weight()]))
+        hooks.equal_start.require([*shared, *whole_variables(optimizer.variables)], hooks.collectives)
+        reduced = reduce_step(hooks, gradients)
         checked = reduced.gradients if hooks.monitor is None else hooks.monitor(reduced, hooks.variables)
         hooks.checked = [values_of(each) for each in checked[:1]]
         return clip(checked)

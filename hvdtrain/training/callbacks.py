@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdtrain.checkpoint.plain_values import is_plain
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.training.rank_policy import TEST_BATCH_HOOKS, only_writes, overrides, require_usable, uses_train_batches
 
 # The attributes of these are their position in a file, not the state of the run.
@@ -40,6 +41,7 @@ class RankCallbacks:
         steps_per_epoch: int,
     ):
         require_usable(callbacks, "the trainer resumes from a checkpointer")
+        require_whole_ema(model, callbacks)
         self._callbacks = list(callbacks)
         self._model = model
         self._collectives = collectives

@@ -97,14 +97,12 @@ class GradientMonitor:
         hooks.applies = self.applies
 
         def monitor(reduced: ReducedGradients, variables: Sequence[keras.Variable]) -> list[Gradient]:
-            half = tf.add_n([_half_squared_norm(each) for each in reduced.buckets])
+            (half,) = reduced.sum_over_ranks([tf.add_n([_half_squared_norm(each) for each in reduced.buckets])])
             self._times.record_reduction(reduced.sent, after=half)
             self._half_squared_norms[index].assign(half)
             step = self._times.current_step()
             if self._copy_every:
-                keras.ops.cond(
-                    step % self._copy_every == 0, lambda: self._copy(reduced.gradients, variables), lambda: None
-                )
+                keras.ops.cond(step % self._copy_every == 0, lambda: self._copy(reduced, variables), lambda: None)
             if reduced.lost:
                 self._compresses = True
                 is_due = step % self._compression_error_every == 0
@@ -152,8 +150,8 @@ class GradientMonitor:
             # Here and not before: each tensor that waits for a bucket costs a thread switch.
             return reduced.unpack([tf.identity(each) for each in reduced.buckets])
 
-    def _copy(self, reduced: Sequence[Gradient], variables: Sequence[keras.Variable]) -> None:
-        for gradient, variable in zip(reduced, variables, strict=True):
+    def _copy(self, reduced: ReducedGradients, variables: Sequence[keras.Variable]) -> None:
+        for gradient, variable in zip(reduced.gather(reduced.gradients), variables, strict=True):
             self._copies[id(variable)].assign(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
 
     def _measure_compression(self, reduced: ReducedGradients) -> None:

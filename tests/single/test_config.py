@@ -41,6 +41,10 @@ from hvdtrain.loggers.config import LoggingConfig
         ({"mode": "local", "gradient_accumulation_steps": 4}, "Received: 4 in --mode local"),
         ({"mode": "local", "sync_batchnorm": True}, "--sync-batchnorm needs ranks in lockstep"),
         ({"mode": "local", "op": "adasum"}, "--mode local needs --op average. Received: --op adasum"),
+        ({"shard_optimizer": True, "mode": "local"}, "--shard-optimizer excludes local SGD"),
+        ({"shard_optimizer": True, "quorum": 1}, "--shard-optimizer excludes --quorum"),
+        ({"shard_optimizer": True, "op": "adasum"}, "its part of the gradients' mean or sum. Received: --op adasum"),
+        ({"shard_optimizer": True, "compression": "fp16"}, "Received: --op average, --compression fp16"),
         (
             {"mode": "local", "overlap": True, "average_slots": "average", "wait_free": True},
             "need --average-slots keep",

@@ -63,6 +63,11 @@ MALFORMED = {
     "variables": lambda manifest: {**manifest, "variables": [["name", "shape", 5]]},
     "an unknown tensor": lambda manifest: {**manifest, "variables": [["model/none", [1], "float32"]]},
     "own": lambda manifest: {**manifest, "own": None},
+    "parts": lambda manifest: {
+        **manifest,
+        "own": {**manifest["own"], "parts": [[manifest["variables"][0][0], [5], "float32"]]},
+    },
+    "parts of nothing": lambda manifest: {**manifest, "own": {**manifest["own"], "parts": [["none", [32], "float32"]]}},
     "ranks": lambda manifest: {**manifest, "ranks": 3},
     "kept": lambda manifest: {**manifest, "kept": {"state": 5}},
     "identity": lambda manifest: {**manifest, "kept": {**manifest["kept"], "identity": 5}},

@@ -1,6 +1,8 @@
 """From the configuration to a strategy."""
 
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.distributed_optimizer import require_whole_state
+from hvdtrain.optim.hook_state import model_hooks
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.strategies.local import LocalStrategy
 from hvdtrain.training.strategies.post_local import PostLocalStrategy
@@ -18,6 +20,9 @@ def make_strategy(context: StrategyContext, config: StepConfig, *, total_steps: 
     Raises:
         UsageError: the model needs ranks in lockstep, and the strategy keeps none; or the strategy does not suit it.
     """
+    if config.stragglers.is_active or config.mode == "local":
+        for hooks in model_hooks(context.model):
+            require_whole_state(hooks, "--quorum" if config.stragglers.is_active else "--mode local")
     if config.stragglers.is_active:
         if num_synchronized:
             raise UsageError(
