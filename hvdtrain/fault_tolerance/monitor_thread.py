@@ -74,7 +74,7 @@ class MonitorThread:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._rank = rank
-        self._names = {each: rank_name(each, host) for each, host in enumerate(channel.hosts)}
+        self._hosts = channel.hosts
         self._stop_point = stop_point
         self._vote = StopVote(len(channel.hosts))
         self._position = position
@@ -85,7 +85,7 @@ class MonitorThread:
         self._now = self._heartbeat_at = clock()
         self._stall = StallDetector(self._now)
         self._peers = {
-            each: Peer(each, self._names[each], connection, self._now)
+            each: Peer(each, self._name(each), connection, self._now)
             for each, connection in channel.connections.items()
         }
         self._signals = StopSignals()
@@ -166,7 +166,7 @@ class MonitorThread:
             # Other ranks would wait for this rank's answers forever.
             cause = traceback.format_exc().rstrip()
             run_with_timeout(
-                _REPORT_S, lambda: write(f"hvdtrain: {self._names[self._rank]}: its monitor thread failed\n{cause}")
+                _REPORT_S, lambda: write(f"hvdtrain: {self._name(self._rank)}: its monitor thread failed\n{cause}")
             )
             os._exit(1)
 
@@ -204,7 +204,7 @@ class MonitorThread:
     def _handle_signal(self, name: str) -> None:
         if self._signalled_at is None:
             self._signalled_at = self._now
-            self._request_stop(f"{name} on {self._names[self._rank]}")
+            self._request_stop(f"{name} on {self._name(self._rank)}")
         elif self._now - self._signalled_at > _SAME_SIGNAL_S:
             # A second signal asks for an immediate end, even without exit actions.
             self._announce_end(StoppedEarly.exit_code)
@@ -259,6 +259,9 @@ class MonitorThread:
                 self._update(peer, Position(*position))
                 self._stall.add_stack(peer.rank, peer.position, stack)
 
+    def _name(self, rank: int) -> str:
+        return rank_name(rank, self._hosts[rank])
+
     def _update(self, peer: Peer, position: Position) -> None:
         peer.position = position
         self._stall.update(peer.rank, position, self._now)
@@ -300,7 +303,7 @@ class MonitorThread:
         self._heartbeat_at = self._now + self._heartbeat_interval_s
         if self._horovodrun is not None and not processes.is_running(self._horovodrun):
             self._horovodrun = None
-            self._request_stop(f"horovodrun ended, detected by {self._names[self._rank]}")
+            self._request_stop(f"horovodrun ended, detected by {self._name(self._rank)}")
         for peer in self._peers.values():
             if peer.connection.is_backed_up:
                 peer.connection.flush()  # More heartbeats would only queue up.
@@ -330,10 +333,10 @@ class MonitorThread:
             self._stall.add_stack(0, own, stack_of(self._main_thread))
             self._send_all({"kind": "send stack"})
         elif self._stall.num_stacks > len(self._peers):
-            behind = ", ".join(self._names[rank] for rank in self._stall.ranks_behind())
+            behind = ", ".join(self._name(rank) for rank in self._stall.ranks_behind())
             waiting = f"; the others wait for {behind}" if behind else ""
             text = f"no rank made progress for {self._stall_timeout_s:g} s{waiting}."
-            self._end_for(text, details="\n" + self._stall.report(self._names))
+            self._end_for(text, details="\n" + self._stall.report(self._name))
 
     # The end.
 
