@@ -99,7 +99,7 @@ class Job:
 
     def agree_on_a_stop(self, watch: JobWatch, step: Callable[[], None]) -> float:
         """Seconds from the request of a random rank until all ranks know where to stop."""
-        requested = max(self.others.ask("stop", random.randrange(1, len(self.hosts))))
+        requested = min(self.others.ask("stop", random.randrange(1, len(self.hosts))))
         while not watch.check():
             step()
         found = self.others.ask("decisions")

@@ -1,5 +1,7 @@
 """Ranks without a main thread: real monitors and connections, thousands of them polled by a few processes."""
 
+import heapq
+import math
 import multiprocessing
 import random
 import resource
@@ -16,7 +18,6 @@ from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
 from hvdtrain.fault_tolerance.stall_detection import Position
 from hvdtrain.fault_tolerance.stop_consensus import StopPoint
 
-_TICK_S = 0.01
 _LOOPBACK = "127.0.0.1"
 
 
@@ -77,24 +78,33 @@ class RankGroup:
         self._decided_at: dict[int, float] = {}
         self._ended_at = 0.0
         self._is_running = True
+        self._due: list[tuple[float, int]] = []
+        """When ranks have to be polled at the latest; also deadlines that have passed or moved."""
 
     def run(self) -> None:
         """Obeys commands and polls the ranks until told to end."""
         while self._is_running:
-            ready = self._selector.select(_TICK_S)
+            wait_s = self._due[0][0] - time.monotonic() if self._due else None
+            ready = self._selector.select(None if wait_s is None else max(0.0, wait_s))
+            # Each once: a rank that has nothing to do would wait for its next heartbeat.
+            ranks = {key.data for key, _ in ready if key.data is not None}
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                ranks.add(heapq.heappop(self._due)[1])
+            for rank in ranks:
+                self._poll(rank)
             if any(key.data is None for key, _ in ready):
                 name, *arguments = self._pipe.recv()
                 getattr(self, name)(*arguments)
-            now = time.monotonic()
-            due = {key.data: None for key, _ in ready if key.data in self._ranks}
-            for rank in [*due, *(rank for rank, each in self._ranks.items() if each.monitor.due_at <= now)]:
-                self._poll(rank)
 
     def _poll(self, rank: int) -> None:
         if rank not in self._ranks:
             return
         each = self._ranks[rank]
         was_decided = each.stop_point._decision is not None
+        # It was woken for nothing, by a deadline that a message has meanwhile moved.
+        if not each.monitor._selector.select(0) and each.monitor.due_at > time.monotonic():
+            return
         try:
             each.monitor.poll()
         except HasEnded as ended:
@@ -105,6 +115,8 @@ class RankGroup:
             self._decided_at[rank] = time.monotonic()
         if not each.monitor._peers:  # rank 0 has left
             self._close(rank)
+        else:
+            heapq.heappush(self._due, (each.monitor.due_at, rank))
 
     def _close(self, rank: int) -> None:
         each = self._ranks.pop(rank)
@@ -128,13 +140,15 @@ class RankGroup:
                 self._ranks[rank] = SimulatedRank(rank, self._hosts, each.result(), self._stall_timeout_s)
                 # Ranks of a job do not send their heartbeats at the same moment.
                 self._ranks[rank].monitor._heartbeat_at += random.random()
+                heapq.heappush(self._due, (self._ranks[rank].monitor.due_at, rank))
                 self._selector.register(each.result(), selectors.EVENT_READ, rank)
 
     def stop(self, rank: int) -> None:
         """Makes a rank request a stop, as if it had received a signal."""
+        began = time.monotonic()
         if rank in self._ranks:
             self._ranks[rank].monitor.request("a test")
-        self._pipe.send(time.monotonic())
+        self._pipe.send(began if rank in self._ranks else math.inf)
 
     def decisions(self) -> None:
         """Sends how many ranks know the check at which to stop, the checks, and when the last one learnt it."""
@@ -143,10 +157,11 @@ class RankGroup:
 
     def lose(self, ranks: Sequence[int]) -> None:
         """Closes the connections of ranks without a word, as the kernel does for a killed process."""
-        for rank in ranks:
-            if rank in self._ranks:
-                self._close(rank)
-        self._pipe.send(time.monotonic())
+        mine = [rank for rank in ranks if rank in self._ranks]
+        began = time.monotonic()
+        for rank in mine:
+            self._close(rank)
+        self._pipe.send(began if mine else math.inf)
 
     def left(self) -> None:
         """Sends how many ranks are connected, the exit codes of ended ones, and when the last one ended."""
