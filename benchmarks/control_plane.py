@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -221,8 +220,6 @@ def main() -> None:
     parser.add_argument("--part", choices=["steps", "loss"], help=argparse.SUPPRESS)
     parser.add_argument("--lost", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if options.part == "steps":
         print(json.dumps(measure(options.ranks[0], options.rounds, options.seconds)))
         return

@@ -21,7 +21,7 @@ from hvdtrain.fault_tolerance.stop_consensus import StopPoint
 _LOOPBACK = "127.0.0.1"
 
 
-class HasEnded(Exception):
+class EndedError(Exception):
     """Raised where a real rank would end its process."""
 
 
@@ -29,7 +29,7 @@ class _Monitor(MonitorThread):
     """A monitor that is polled instead of running on a thread of its own."""
 
     def _end(self, code: int, *, after_s: float = 0.0) -> NoReturn:
-        raise HasEnded(code)
+        raise EndedError(code)
 
     @property
     def due_at(self) -> float:
@@ -107,7 +107,7 @@ class RankGroup:
             return
         try:
             each.monitor.poll()
-        except HasEnded as ended:
+        except EndedError as ended:
             self._codes[rank] = ended.args[0]
             self._close(rank)
             return
@@ -131,7 +131,8 @@ class RankGroup:
         endpoint = channel._Endpoint(*endpoint)._replace(addresses=[_LOOPBACK])
         self._codes, self._decided_at = {}, {}
         with ThreadPoolExecutor(len(self._numbers)) as pool:
-            connect = lambda rank: channel._connect_to_first_rank(endpoint, rank, self._hosts[0])
+            timeout_s = channel._connect_timeout_s(len(self._hosts))
+            connect = lambda rank: channel._connect_to_first_rank(endpoint, rank, self._hosts[0], timeout_s)
             tried = [(rank, pool.submit(connect, rank)) for rank in self._numbers]
         errors = [str(each.exception()) for _, each in tried if each.exception() is not None]
         self._pipe.send(errors)
@@ -173,7 +174,7 @@ class RankGroup:
 
 
 def _run_group(*arguments: Any) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     RankGroup(*arguments).run()
 
