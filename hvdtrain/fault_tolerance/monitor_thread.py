@@ -21,7 +21,7 @@ from hvdtrain.fault_tolerance.stop_consensus import StopPoint, StopVote
 from hvdtrain.system import processes
 from hvdtrain.system.background import run_with_timeout
 from hvdtrain.system.supervisor_client import note_exit_code
-from hvdtrain.system.terminal import rank_name, write
+from hvdtrain.system.terminal import rank_name, some_of, write
 
 EXIT_ACTIONS_S = 3.0
 """How long exit actions may take."""
@@ -346,7 +346,7 @@ class MonitorThread:
             self._stall.add_stack(0, own, stack_of(self._main_thread))
             self._send_all({"kind": "send stack"})
         elif self._stall.num_stacks > len(self._peers):
-            behind = ", ".join(self._name(rank) for rank in self._stall.ranks_behind())
+            behind = some_of([self._name(rank) for rank in self._stall.ranks_behind()])
             waiting = f"; the others wait for {behind}" if behind else ""
             text = f"no rank made progress for {self._stall_timeout_s:g} s{waiting}."
             self._end_for(text, details="\n" + self._stall.report(self._name))

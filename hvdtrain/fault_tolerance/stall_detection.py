@@ -5,6 +5,8 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
+from hvdtrain.system.terminal import some_of
+
 _MAX_FRAMES = 8
 
 
@@ -92,5 +94,5 @@ class StallDetector:
             ranks_by_stack.setdefault((str(position), *stack), []).append(name(rank))
         lines: list[str] = []
         for (position_text, *frames), ranks in ranks_by_stack.items():
-            lines += [f"  {', '.join(ranks)} {position_text}:", *(f"    {frame}" for frame in frames)]
+            lines += [f"  {some_of(ranks)} {position_text}:", *(f"    {frame}" for frame in frames)]
         return "\n".join(lines)
