@@ -135,14 +135,15 @@ class RankGroup:
             connect = lambda rank: channel._connect_to_first_rank(endpoint, rank, self._hosts[0], timeout_s)
             tried = [(rank, pool.submit(connect, rank)) for rank in self._numbers]
         errors = [str(each.exception()) for _, each in tried if each.exception() is not None]
-        self._pipe.send(errors)
         for rank, each in tried:
             if each.exception() is None:
                 self._ranks[rank] = SimulatedRank(rank, self._hosts, each.result(), self._stall_timeout_s)
                 # Ranks of a job do not send their heartbeats at the same moment.
-                self._ranks[rank].monitor._heartbeat_at += random.random()
+                monitor = self._ranks[rank].monitor
+                monitor._heartbeat_at += random.random() * monitor._heartbeat_interval_s
                 heapq.heappush(self._due, (self._ranks[rank].monitor.due_at, rank))
                 self._selector.register(each.result(), selectors.EVENT_READ, rank)
+        self._pipe.send(errors)
 
     def stop(self, rank: int) -> None:
         """Makes a rank request a stop, as if it had received a signal."""
