@@ -6,7 +6,7 @@ from hvdtrain.fault_tolerance.channel import Connection
 from hvdtrain.fault_tolerance.stall_detection import Position
 
 # Of all ranks together, each way: in larger jobs, each sends fewer than one a second.
-_MAX_HEARTBEATS_PER_S = 128
+_MAX_HEARTBEATS_PER_S = 64
 
 
 class Peer:
