@@ -121,18 +121,22 @@ def _scan(files: Sequence[RecordFile]) -> RecordTable | FileTable:
     table = FileTable(counts, ends, sizes, damage, name)
     if stored is None:
         return RecordTable(table, np.concatenate([np.zeros(0, np.int64), *kept]))
-    # Last: a table with this file is complete.
-    with _new_file(_files_of(path)) as description:
-        np.savez(
-            description,
-            counts=counts,
-            ends=ends,
-            sizes=sizes,
-            damaged=np.array([*damage], np.int64),
-            damage_offsets=np.array([offset for offset, _ in damage.values()], np.int64),
-            causes=np.array([cause for _, cause in damage.values()], np.str_),
-        )
+    _store(path, table)
     return table
+
+
+def _store(path: Path, table: FileTable) -> None:
+    """Completes what the offsets at a path belong to."""
+    with _new_file(_files_of(path)) as file:
+        np.savez(
+            file,
+            counts=table.counts,
+            ends=table.ends,
+            sizes=table.sizes,
+            damaged=np.array([*table.damage], np.int64),
+            damage_offsets=np.array([offset for offset, _ in table.damage.values()], np.int64),
+            causes=np.array([cause for _, cause in table.damage.values()], np.str_),
+        )
 
 
 def _read(path: Path, name: str) -> FileTable | None:
