@@ -2,9 +2,9 @@
 
     launch/run python benchmarks/input_at_scale.py --folder /scratch     # needs 9 GB there
 
-The files are real but short. The stored table of their records, which rank 0 makes when it opens them for the first time,
-is written by this script for 10,000 records per file; the time to make it is predicted from scanning one file. Prints
-lines marked run or predicted, and saves them to results/input_at_scale.json.
+The files are real but short. The stored table of their records, which rank 0 makes when it opens them for the first
+time, is written by this script for 10,000 records per file; the time to make it is predicted from scanning one file.
+Prints lines marked run or predicted, and saves them to results/input_at_scale.json.
 """
 
 import argparse
@@ -69,11 +69,8 @@ def write_table(files: list[Any]) -> None:
     with open(path, "wb") as file:
         for _ in range(FILES):
             file.write(piece)
-    of_each = lambda number: np.full(FILES, number, np.int64)
-    table = record_table.FileTable(
-        of_each(RECORDS_PER_FILE), of_each(frame * RECORDS_PER_FILE), of_each(frame), {}, name
-    )
-    record_table._store(path, table)
+    each = (np.full(FILES, number, np.int64) for number in (RECORDS_PER_FILE, frame * RECORDS_PER_FILE, frame))
+    record_table._store(path, record_table.FileTable(*each, {}, name))
 
 
 def open_data(folder: Path) -> dict[str, float]:
@@ -90,8 +87,8 @@ def open_data(folder: Path) -> dict[str, float]:
     table = open_table(files, collectives)
     opened_s = time.perf_counter() - began
     records = np.random.default_rng(0).integers(0, table.files.num_records, _LOOKUPS).tolist()
-    find = lambda: [table.place_of(record) for record in records]
-    first_us, again_us = (1e6 * seconds(find) / _LOOKUPS for _ in range(2))
+    lookups = [lambda: [table.place_of(record) for record in records]] * 2
+    first_us, again_us = (1e6 * seconds(each) / _LOOKUPS for each in lookups)
     plan = SamplePlan(num_samples=table.files.num_records, batch_size=BATCH, rank=17, size=4096)
     middle = plan.steps_per_epoch // 2
     resumed_ms = 1e3 * seconds(lambda: plan.draw(middle))
