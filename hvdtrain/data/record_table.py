@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -207,10 +208,8 @@ def _files_of(path: Path) -> Path:
 
 def _name(files: Sequence[RecordFile]) -> str:
     """Identifies the files in their present state."""
-    digest = hashlib.sha256()
-    for file in files:
-        unpacked_bytes = file.readable.stat().st_size if file.is_packed else file.size
-        digest.update(
-            f"{file.path.absolute()}\0{file.size} {file.mtime_ns} {unpacked_bytes}\n".encode(errors="surrogateescape")
-        )
-    return digest.hexdigest()[:24]
+    states = [
+        (os.path.abspath(file.name), file.size, file.mtime_ns, file.unpacked and file.unpacked.stat().st_size)
+        for file in files
+    ]
+    return hashlib.sha256(repr(states).encode(errors="surrogateescape")).hexdigest()[:24]

@@ -109,6 +109,7 @@ def test_each_file_is_checked_by_a_rank(files, size):
 
 def test_in_large_jobs_only_rank_0_looks_for_files(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(record_files, "_MAX_CHECKS", 11)
+    monkeypatch.setattr(record_table, "MAX_IN_MEMORY", 10)
     looked = []
     find = record_files._found
     monkeypatch.setattr(record_files, "_found", lambda *arguments: looked.append(arguments) or find(*arguments))
@@ -116,3 +117,11 @@ def test_in_large_jobs_only_rank_0_looks_for_files(folder, tmp_path, monkeypatch
     assert len(looked) == 1
     assert [places(table) for table in tables] == [places(tables[0])] * 3
     assert list((tmp_path / "b" / "unpacked").iterdir())
+    assert list((tmp_path / "b" / "records").iterdir())
+
+
+def test_packed_files_are_remembered(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(record_files, "_MANY_FILES", 2)
+    first = opened(folder, tmp_path)
+    monkeypatch.setattr(record_files, "is_packed", None)
+    assert [places(table) for table in opened(folder, tmp_path)] == [places(table) for table in first]
