@@ -10,7 +10,6 @@ Prints lines marked run or predicted, and saves them to results/input_at_scale.j
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -107,8 +106,10 @@ def open_data(folder: Path) -> dict[str, float]:
 
 def permute(samples: int) -> dict[str, float]:
     """A permutation in memory, as it was before; in a process of its own."""
-    took_s = seconds(lambda: np.random.Generator(np.random.Philox([0, 0])).permutation(samples))
-    return {"seconds": took_s, "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
+    before = private_mb()
+    orders = []
+    took_s = seconds(lambda: orders.append(np.random.Generator(np.random.Philox([0, 0])).permutation(samples)))
+    return {"seconds": took_s, "memory_mb": private_mb() - before}
 
 
 def measured(*arguments: Any) -> dict[str, float]:

@@ -66,7 +66,10 @@ def test_ranks_that_are_lost_together_are_named_in_one_line(others, monkeypatch)
     monkeypatch.setattr(monitor_thread, "write", written.append)
     watch = started(others)
     watch.heartbeat("training", 47)
-    others.ask("lose", list(range(96, 160)))
+    others.tell("lose", [96])
+    others.tell("lose", list(range(97, 160)))
+    for _ in range(2):
+        others.answers()
     assert ended.wait(10)
     line = "hvdtrain: lost connection to rank 96 (host host12) and 63 more ranks at step 47: killed, or host down."
     assert [text.split(" The job ends")[0] for text in written] == [line]
