@@ -76,7 +76,7 @@ class Job:
 
     def __init__(self, size: int):
         self.hosts = [f"host{rank // RANKS_PER_HOST}" for rank in range(size)]
-        self.others = SimulatedRanks(self.hosts, processes=PROCESSES)
+        self.others = SimulatedRanks(self.hosts, processes=min(PROCESSES, size - 1))
         for process in self.others.processes:
             psutil.Process(process.pid).cpu_affinity(other_cores())
 

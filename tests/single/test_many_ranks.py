@@ -64,12 +64,14 @@ def test_ranks_that_are_lost_together_are_named_in_one_line(others, monkeypatch)
 
     monkeypatch.setattr(monitor_thread, "os", NoExit())
     monkeypatch.setattr(monitor_thread, "write", written.append)
+    # Only after the first loss, which it would otherwise notice together with the next ones.
+    gather = lambda monitor: time.sleep(1.0) if len(monitor._peers) < SIZE - 1 else None
+    monkeypatch.setattr(monitor_thread.MonitorThread, "_let_messages_gather", gather)
     watch = started(others)
     watch.heartbeat("training", 47)
-    others.tell("lose", [96])
-    others.tell("lose", list(range(97, 160)))
-    for _ in range(2):
-        others.answers()
+    others.ask("lose", [96])
+    time.sleep(0.1)
+    others.ask("lose", list(range(97, 160)))
     assert ended.wait(10)
     line = "hvdtrain: lost connection to rank 96 (host host12) and 63 more ranks at step 47: killed, or host down."
     assert [text.split(" The job ends")[0] for text in written] == [line]
