@@ -72,11 +72,27 @@ def random_access_training(
     excluded: frozenset[int],
 ) -> tf.data.Dataset:
     """Training micro-batches, read by a function of sample numbers ``[batch]`` and seeds ``[batch, 2]``."""
+    if plan.computes_order:
+        drawn = _computed_micro_batches(plan, first_micro_batch, excluded)
+    else:
+        drawn = _micro_batches_of_epochs(plan, first_micro_batch, excluded)
+
+    @without_autograph
+    def micro_batch(seed: tf.Tensor, numbers: tf.Tensor, weight: tf.Tensor) -> tuple[tuple[Any, ...], tf.Tensor]:
+        seeds = tf.stack([tf.fill(tf.shape(numbers), seed), tf.cast(numbers, tf.int32)], axis=1)
+        return read(numbers, seeds), tf.cast(weight, keras.config.floatx())
+
+    return drawn.map(micro_batch, num_parallel_calls=parallel_calls())
+
+
+def _micro_batches_of_epochs(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
+    """Epoch's seed, sample numbers and weight of each micro-batch; the order of an epoch is held in memory."""
     slices = plan.epoch_slices()
     first_epoch, skipped = divmod(first_micro_batch, len(slices[0]))
 
     def draw(epoch: np.int64) -> tuple[Any, ...]:
         order = plan.order(int(epoch))
+        assert isinstance(order, np.ndarray)
         # Copies: TensorFlow takes over the arrays, and operations may write their results into them.
         drawn = exclude(excluded, order, *slices) if excluded else (order, *(each.copy() for each in slices))
         return (plan.epoch_seed(int(epoch)), *drawn)
@@ -91,13 +107,26 @@ def random_access_training(
         parts = tf.data.Dataset.from_tensor_slices((starts, counts, weights))
         return parts.map(without_autograph(lambda start, count, weight: (seed, order[start : start + count], weight)))
 
-    @without_autograph
-    def micro_batch(seed: tf.Tensor, numbers: tf.Tensor, weight: tf.Tensor) -> tuple[tuple[Any, ...], tf.Tensor]:
-        seeds = tf.stack([tf.fill(tf.shape(numbers), seed), tf.cast(numbers, tf.int32)], axis=1)
-        return read(numbers, seeds), tf.cast(weight, keras.config.floatx())
-
     epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int64).max)
-    return epochs.flat_map(one_epoch).skip(skipped).map(micro_batch, num_parallel_calls=parallel_calls())
+    return epochs.flat_map(one_epoch).skip(skipped)
+
+
+def _computed_micro_batches(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
+    """The same, of very many samples: each micro-batch is computed when it is read, from its number alone."""
+
+    def draw(micro_batch: np.int64) -> tuple[np.int32, np.ndarray, np.float64]:
+        numbers, weight = plan.draw(int(micro_batch), excluded)
+        return plan.epoch_seed(plan.epoch_of(int(micro_batch))), numbers, np.float64(weight)
+
+    @without_autograph
+    def drawn(micro_batch: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        seed, numbers, weight = tf.numpy_function(draw, [micro_batch], [tf.int32, tf.int64, tf.float64])
+        seed.set_shape([])
+        numbers.set_shape([None])
+        weight.set_shape([])
+        return seed, numbers, weight
+
+    return tf.data.Dataset.range(first_micro_batch, np.iinfo(np.int64).max).map(drawn)
 
 
 def random_access_evaluation(

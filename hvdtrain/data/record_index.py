@@ -20,7 +20,7 @@ from hvdtrain.data.cache import cache_file, cache_name
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _LENGTH.size + _CHECKSUM.size
-_FRAME_BYTES = HEADER_BYTES + _CHECKSUM.size
+FRAME_BYTES = HEADER_BYTES + _CHECKSUM.size
 
 
 class UnreadableRecordError(Exception):
@@ -71,17 +71,17 @@ def index_records(path: Path) -> RecordIndex:
                 damage = Damage(offset, f"the last record is truncated: {rest} bytes left")
             elif not has_record_header(header):
                 damage = Damage(offset, f"wrong checksum of a record's length: {rest} bytes cannot be read")
-            elif (needed := _LENGTH.unpack_from(header)[0] + _FRAME_BYTES) > rest:
+            elif (needed := _LENGTH.unpack_from(header)[0] + FRAME_BYTES) > rest:
                 damage = Damage(offset, f"the last record is truncated: {rest} of {needed} bytes left")
             else:
-                lengths.append(needed - _FRAME_BYTES)
+                lengths.append(needed - FRAME_BYTES)
                 offset += needed
     finally:
         os.close(descriptor)
     if file_bytes == 0:
         damage = Damage(0, "the file is empty")
     sizes = np.array(lengths, dtype=np.int64)
-    frames = sizes + _FRAME_BYTES
+    frames = sizes + FRAME_BYTES
     return RecordIndex(np.cumsum(frames) - frames, sizes, file_bytes, damage)
 
 
@@ -143,9 +143,9 @@ def read_record(descriptor: int, offset: int, length: int) -> bytes:
     Raises:
         UnreadableRecordError: a checksum is wrong, or the file ends before the record does.
     """
-    record = os.pread(descriptor, length + _FRAME_BYTES, offset)
-    if len(record) < length + _FRAME_BYTES:
-        raise UnreadableRecordError(f"the record is truncated: {len(record)} of {length + _FRAME_BYTES} bytes left")
+    record = os.pread(descriptor, length + FRAME_BYTES, offset)
+    if len(record) < length + FRAME_BYTES:
+        raise UnreadableRecordError(f"the record is truncated: {len(record)} of {length + FRAME_BYTES} bytes left")
     if not has_record_header(record) or _LENGTH.unpack_from(record)[0] != length:
         raise UnreadableRecordError("the record's length has changed since the file was opened")
     data = record[HEADER_BYTES : HEADER_BYTES + length]

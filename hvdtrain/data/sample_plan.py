@@ -10,9 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdtrain.data.large_order import LargeOrder
 from hvdtrain.errors import UsageError
 
 REMAINDERS = ("pad", "drop")
+MAX_IN_MEMORY = 1 << 24
+"""The number of samples up to which their order is held in memory (128 MiB)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +124,15 @@ class SamplePlan:
         """Samples trained on in an epoch: all, or with ``drop`` those of full steps."""
         return min(self.num_samples, self.steps_per_epoch * self.global_batch_size)
 
-    def order(self, epoch: int) -> np.ndarray:
+    @property
+    def computes_order(self) -> bool:
+        """Whether there are so many samples that their order is computed where it is read."""
+        return self.num_samples > MAX_IN_MEMORY
+
+    def order(self, epoch: int) -> np.ndarray | LargeOrder:
         """The epoch's order: sample numbers, int64 ``[num_samples]``, equal on all ranks."""
+        if self.computes_order:
+            return LargeOrder(self.num_samples, (self.seed, epoch) if self.shuffle else None)
         if not self.shuffle:
             return np.arange(self.num_samples)
         return np.random.Generator(np.random.Philox([self.seed, epoch])).permutation(self.num_samples)
@@ -131,15 +141,31 @@ class SamplePlan:
         """The epoch's part of the augmentation seeds, equal on all ranks."""
         return np.random.SeedSequence([self.seed, epoch]).generate_state(1).view(np.int32)[0]
 
+    def epoch_of(self, micro_batch: int) -> int:
+        """The epoch of a micro-batch, counted across epochs."""
+        return micro_batch // (self.steps_per_epoch * self.gradient_accumulation_steps)
+
     def numbers(self, micro_batch: int, excluded: frozenset[int] = frozenset()) -> np.ndarray:
         """The samples that this rank reads in a micro-batch, counted across epochs."""
-        epoch, index = divmod(micro_batch, self.steps_per_epoch * self.gradient_accumulation_steps)
+        return self.draw(micro_batch, excluded)[0]
+
+    def draw(self, micro_batch: int, excluded: frozenset[int] = frozenset()) -> tuple[np.ndarray, float]:
+        """The samples that this rank reads in a micro-batch, counted across epochs, and their weight.
+
+        Without the excluded ones, as :func:`exclude` removes them.
+        """
+        index = micro_batch % (self.steps_per_epoch * self.gradient_accumulation_steps)
         step, part = divmod(index, self.gradient_accumulation_steps)
         taken = self.slices(step)[part]
-        order, start, count = self.order(epoch), taken.start, taken.count
-        if excluded:
-            order, (start,), (count,), _ = exclude(excluded, order, np.array([start]), np.array([count]), np.ones(1))
-        return order[start : start + count]
+        order = self.order(self.epoch_of(micro_batch))
+        numbers = order[taken.start : taken.start + taken.count]
+        if not excluded:
+            return numbers, taken.weight
+        kept = _without(excluded, numbers)
+        if not len(kept):
+            # The filler: one of the first samples, more than all that are excluded.
+            return _without(excluded, order[: len(excluded) + 1])[:1], 0.0
+        return kept, taken.weight * len(kept) / taken.count
 
     def own_samples(self, first_step: int, steps: int) -> int:
         """The number of this rank's samples, without fillers, in a range of steps counted across epochs."""
@@ -212,6 +238,10 @@ def shard_batches(
         dropped = np.fromiter(excluded, np.int64)
         batches = [batch[~np.isin(batch, dropped)] for batch in batches]
     return [batch for batch in batches if len(batch)]
+
+
+def _without(excluded: frozenset[int], numbers: np.ndarray) -> np.ndarray:
+    return numbers[~np.isin(numbers, np.fromiter(excluded, np.int64))]
 
 
 def exclude(

@@ -1,9 +1,6 @@
 """Samples in TFRecord files."""
 
-import dataclasses
 import functools
-import glob
-import hashlib
 import os
 import re
 import textwrap
@@ -14,32 +11,21 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.downloads import cache_folder_of, local_copies
+from hvdtrain.data.downloads import local_copies
 from hvdtrain.data.pipeline import Augment, map_samples, output_spec, random_access_evaluation, random_access_training
-from hvdtrain.data.record_index import RecordIndex, UnreadableRecordError, cached_index, read_record
+from hvdtrain.data.record_files import RecordFile, find_files, require_unchanged, status_of, to_check
+from hvdtrain.data.record_index import UnreadableRecordError, read_record
+from hvdtrain.data.record_table import open_table
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import BadSample
-from hvdtrain.data.unpacking import is_packed, unpack, unpacked_path, unpacking_error
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 
 # The usual limit per process is 1,024; TensorFlow and MPI need some.
 _MAX_OPEN_FILES = 256
 _MAX_CAUSE_CHARACTERS = 200
 _MAX_FILES_SHOWN = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    """A file as this rank opened it."""
-
-    path: Path
-    size: int
-    mtime_ns: int
-    readable: Path
-    """The file itself, or its unpacked copy."""
-    cache_folder: Path
 
 
 class TFRecords:
@@ -85,35 +71,28 @@ class TFRecords:
         self._augment = augment
         collectives = runtime.collectives()
         patterns = local_copies([files] if isinstance(files, str | Path) else list(files), collectives)
-        self._files = on_every_rank(lambda: _find_files(patterns, cache_dir), collectives)
-        on_every_rank(lambda: _unpack(self._files) if collectives.local_rank == 0 else None, collectives)
-        indexes = on_first_rank(lambda: _index(self._files), collectives)
-        on_every_rank(lambda: _require_indexed(self._files, indexes), collectives)
-        self.bad_samples = on_first_rank(lambda: _damaged(self._files, indexes), collectives)
-        self._offsets = np.concatenate([index.offsets for index in indexes])
-        self._lengths = np.concatenate([index.lengths for index in indexes])
-        counts = [len(index.offsets) for index in indexes]
-        self._first_numbers = np.cumsum(counts) - counts
-        self.num_samples = len(self._offsets)
+        self._files = find_files(patterns, cache_dir, collectives)
+        self._checked = to_check(len(self._files), collectives.rank, collectives.size)
+        self._table = open_table(self._files, collectives)
+        self.num_samples = self._table.files.num_records
+        on_every_rank(self._require_records, collectives)
+        self.bad_samples = [self._damaged(file) for file in self._table.files.damage]
         # A file evicted from this cache is closed when the last thread releases it.
         self._descriptor = functools.lru_cache(_MAX_OPEN_FILES)(_Descriptor)
 
     def facts(self) -> dict[str, Any]:
         """The number of samples and a digest of the files' names, sizes and record offsets."""
-        digest = hashlib.sha256(self._offsets.tobytes())
+        digest = self._table.digest()
         for file in self._files:
             digest.update(f"{file.path.name} {file.size} ".encode())
         return {"samples": self.num_samples, "digest": digest.hexdigest()[:12]}
 
     def check_unchanged(self) -> None:
-        """Raises DataError if a file's size or modification time has changed since it was opened."""
-        for file in self._files:
-            status = _status(file.path)
-            if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
-                raise DataError(
-                    f"files must not change while they are in use. Received: {file.path}, which had {file.size} bytes "
-                    f"and now has {status.st_size}. Restart the job to read the new file."
-                )
+        """Raises DataError if a file's size or modification time has changed since it was opened.
+
+        In jobs with very many files and ranks, each rank checks some of the files.
+        """
+        require_unchanged([self._files[i] for i in self._checked])
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
         """Reads and parses each of these samples separately and returns those that fail."""
@@ -162,8 +141,10 @@ class TFRecords:
         return records
 
     def _read(self, number: int) -> bytes:
-        descriptor = self._descriptor(self._files[self._file_of(number)].readable)
-        return read_record(descriptor.number, int(self._offsets[number]), int(self._lengths[number]))
+        file, offset, length = self._table.place_of(number)
+        # Held until the record is read: other threads may evict it.
+        descriptor = self._descriptor(self._files[file].readable)
+        return read_record(descriptor.number, offset, length)
 
     def _failure(self, number: int) -> str | None:
         try:
@@ -177,12 +158,32 @@ class TFRecords:
             return _in_one_line(error)
         return None
 
-    def _file_of(self, number: int) -> int:
-        return int(np.searchsorted(self._first_numbers, number, side="right")) - 1
-
     def _where(self, number: int) -> str:
-        file = self._file_of(number)
-        return _place(self._files[file], number - self._first_numbers[file], self._offsets[number])
+        file, offset, _ = self._table.place_of(number)
+        return _place(self._files[file], number - int(self._table.files.first_numbers[file]), offset)
+
+    def _damaged(self, file: int) -> BadSample:
+        offset, cause = self._table.files.damage[file]
+        return BadSample(-1, _place(self._files[file], int(self._table.files.counts[file]), offset), cause)
+
+    def _require_records(self) -> None:
+        files, sizes = self._files, self._table.files.sizes
+        if not self.num_samples:
+            bad = map(self._damaged, list(self._table.files.damage)[:_MAX_FILES_SHOWN])
+            causes = ", ".join(f"{each.where}: {each.cause}" for each in bad)
+            raise DataError(f"there must be at least one record. Received: {causes}")
+        if len(files) != len(sizes):
+            raise DataError(
+                f"all ranks must find the same files. Received: {len(files)} files from {files[0].path} to "
+                f"{files[-1].path} on this rank, {len(sizes)} on rank 0"
+            )
+        for i in self._checked:
+            size = status_of(files[i].readable).st_size
+            if size != sizes[i]:
+                raise DataError(
+                    f"all ranks must find the same files. Received: {files[i].path} with {size} bytes on this rank, "
+                    f"{sizes[i]} on rank 0 (unpacked, if it is a GZIP file)"
+                )
 
 
 class _Descriptor:
@@ -196,80 +197,8 @@ class _Descriptor:
             os.close(self.number)
 
 
-def _find_files(patterns: Sequence[str | Path], cache_dir: str | Path | None) -> list[_File]:
-    if not patterns:
-        raise UsageError("files must name at least one file. Received: none")
-    paths: set[Path] = set()
-    for pattern in patterns:
-        # A file name may contain brackets.
-        found = [Path(pattern)] if Path(pattern).is_file() else [Path(path) for path in glob.glob(str(pattern))]
-        found = [path for path in found if path.is_file()]
-        if not found:
-            raise DataError(f"files must name at least one file. Received: {pattern}, which matches none")
-        paths.update(found)
-    return [_open(path, cache_folder_of(path) if cache_dir is None else Path(cache_dir)) for path in sorted(paths)]
-
-
-def _open(path: Path, cache_folder: Path) -> _File:
-    status = _status(path)
-    try:
-        readable = unpacked_path(path, cache_folder) if is_packed(path) else path
-    except OSError as error:
-        raise DataError(f"each file must be readable. Received: {path}: {error.strerror}") from error
-    return _File(path, status.st_size, status.st_mtime_ns, readable, cache_folder)
-
-
-def _status(path: Path) -> os.stat_result:
-    try:
-        return os.stat(path)
-    except OSError as error:
-        raise DataError(
-            f"files must not be moved or deleted while in use. Received: {path}: {error.strerror}"
-        ) from error
-
-
-def _unpack(files: list[_File]) -> None:
-    for file in files:
-        if file.readable != file.path:
-            unpack(file.path, file.readable)
-
-
-def _index(files: list[_File]) -> list[RecordIndex]:
-    indexes = []
-    for file in files:
-        error = None if file.readable == file.path else unpacking_error(file.readable)
-        indexes.append(cached_index(file.path, file.cache_folder, file.readable, error))
-    if not any(len(index.offsets) for index in indexes):
-        causes = ", ".join(f"{bad.where}: {bad.cause}" for bad in _damaged(files, indexes)[:_MAX_FILES_SHOWN])
-        raise DataError(f"there must be at least one record. Received: {causes}")
-    return indexes
-
-
-def _require_indexed(files: list[_File], indexes: list[RecordIndex]) -> None:
-    if len(files) != len(indexes):
-        raise DataError(
-            f"all ranks must find the same files. Received: {len(files)} files from {files[0].path} to "
-            f"{files[-1].path} on this rank, {len(indexes)} on rank 0"
-        )
-    for file, index in zip(files, indexes, strict=True):
-        size = _status(file.readable).st_size
-        if size != index.file_bytes:
-            raise DataError(
-                f"all ranks must find the same files. Received: {file.path} with {size} bytes on this rank, "
-                f"{index.file_bytes} on rank 0 (unpacked, if it is a GZIP file)"
-            )
-
-
-def _damaged(files: list[_File], indexes: list[RecordIndex]) -> list[BadSample]:
-    return [
-        BadSample(-1, _place(file, len(index.offsets), index.damage.offset_bytes), index.damage.cause)
-        for file, index in zip(files, indexes, strict=True)
-        if index.damage is not None
-    ]
-
-
-def _place(file: _File, record: int, offset: int) -> str:
-    unpacked = "" if file.readable == file.path else " of the unpacked data"
+def _place(file: RecordFile, record: int, offset: int) -> str:
+    unpacked = " of the unpacked data" if file.is_packed else ""
     return f"{file.path}, record {record} at offset {offset} bytes{unpacked}"
 
 

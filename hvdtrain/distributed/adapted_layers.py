@@ -10,8 +10,10 @@ import tensorflow as tf
 
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.distinct_values import gather_distinct, most_common
 from hvdtrain.errors import DivergenceError
 from hvdtrain.system import network
+from hvdtrain.system.terminal import some_of
 
 _VOCABULARY, _IDF_WEIGHTS = "get_vocabulary()", "idf_weights"
 _PLAIN = (bool, int, float, str, bytes, np.ndarray, np.generic)
@@ -30,16 +32,17 @@ def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
     if not layers or collectives.size == 1:
         return
     own = [_state(layer) for layer in layers]
-    states = collectives.allgather(own)
+    first = collectives.allgather(own if collectives.rank == 0 else None)[0]
+    all_sizes = collectives.allgather([len(each.get(_VOCABULARY, [])) for each in own])
     for i, layer in enumerate(layers):
-        sizes = [len(each[i].get(_VOCABULARY, [])) for each in states]
+        sizes = [each[i] for each in all_sizes]
         if len(set(sizes)) > 1 and layer.output_mode != "int" and not layer.pad_to_max_tokens:
-            found = ", ".join(f"{size} on rank {rank}" for rank, size in enumerate(sizes))
+            found = some_of([f"{size} on rank {rank}" for rank, size in enumerate(sizes)])
             raise DivergenceError(
                 f"replicas must be equal. The number of words of layer {layer.name!r}, on which shapes depend, is "
                 f"{found}. Adapt it on the same data on every rank."
             )
-    for layer, before, state in zip(layers, own, states[0], strict=True):
+    for layer, before, state in zip(layers, own, first, strict=True):
         _assign(layer, before, state)
 
 
@@ -53,12 +56,14 @@ def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, s
     if not layers or collectives.size == 1:
         return
     own = [{name: _digest(value) for name, value in _state(layer).items()} for layer in layers]
-    gathered = collectives.allgather((network.host_name(), own))
-    hosts, states = [host for host, _ in gathered], [each for _, each in gathered]
+    states = gather_distinct(own, collectives)
+    if all(each == states[0] for each in states):
+        return
+    hosts = collectives.allgather(network.host_name())
     for i, layer in enumerate(layers):
         for name in sorted({name for each in states for name in each[i]}):
             values = [each[i].get(name, b"") for each in states]
-            usual = max(values, key=values.count)
+            usual = most_common(values)
             others = [rank for rank, value in enumerate(values) if value != usual]
             if others:
                 raise DivergenceError(

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.distinct_values import gather_distinct
 from hvdtrain.errors import DisagreementError
 from hvdtrain.system import network
+from hvdtrain.system.terminal import some_of
 
 _MAX_DIFFERENCES = 5
 
@@ -16,13 +18,15 @@ def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collecti
     Raises:
         DisagreementError: on every rank, with the differences, if a fact is not the same everywhere.
     """
-    gathered = collectives.allgather((network.host_name(), dict(facts)))
-    hosts, all_facts = [host for host, _ in gathered], [each for _, each in gathered]
+    all_facts = gather_distinct({key: repr(value) for key, value in facts.items()}, collectives)
+    if all(each == all_facts[0] for each in all_facts):
+        return
+    hosts = collectives.allgather(network.host_name())
     differences = []
     for key in sorted({key for each in all_facts for key in each}):
         by_value: dict[str, list[int]] = {}
         for rank, each in enumerate(all_facts):
-            by_value.setdefault(repr(each.get(key, "missing")), []).append(rank)
+            by_value.setdefault(each.get(key, "missing"), []).append(rank)
         if len(by_value) > 1:
             values = ", ".join(f"{value} on {ranks_text(ranks, hosts)}" for value, ranks in by_value.items())
             differences.append(f"{key}: {values}")
@@ -41,8 +45,8 @@ def ranks_text(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     Args:
         hosts: the host of each rank of the job.
     """
-    named = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+    named = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + some_of([*map(str, ranks)])
     if len(set(hosts)) == 1:
         return named
     theirs = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    return f"{named} (host{'s' if len(theirs) > 1 else ''} {', '.join(theirs)})"
+    return f"{named} (host{'s' if len(theirs) > 1 else ''} {some_of(theirs)})"

@@ -15,6 +15,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.distinct_values import most_common
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, optimizers_of, require_keras_model
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import host_array
@@ -198,8 +199,12 @@ def restored(own: Sequence[tuple[keras.Variable, np.ndarray | tf.Tensor]]) -> It
 
 def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> set[int]:
     """The ids of the variables that are not equal on all ranks; all ranks must call it."""
-    digests = collectives.allgather([_digest(variable) for variable in variables])
-    return {id(v) for i, v in enumerate(variables) if len({each[i] for each in digests}) > 1}
+    own = [_digest(variable) for variable in variables]
+    # Not all digests from all ranks: with many variables and ranks, those would not fit into memory.
+    first = collectives.allgather(own if collectives.rank == 0 else None)[0]
+    differs = np.array([mine != other for mine, other in zip(own, first, strict=True)], np.float32)
+    (num_ranks,) = collectives.sum([differs])
+    return {id(variable) for variable, number in zip(variables, num_ranks, strict=True) if number}
 
 
 def _digest(variable: keras.Variable) -> bytes:
@@ -231,13 +236,12 @@ def first_difference(variables: Sequence[keras.Variable], collectives: Collectiv
 
     All ranks must call it.
     """
-    gathered = collectives.allgather((network.host_name(), [_digest(variable) for variable in variables]))
-    hosts, digests = [host for host, _ in gathered], [each for _, each in gathered]
-    for i, variable in enumerate(variables):
-        values = [each[i] for each in digests]
-        # The most common value is assumed to be the correct one; among equals, the lowest rank's.
-        usual = max(values, key=values.count)
-        others = [rank for rank, value in enumerate(values) if value != usual]
-        if others:
-            return variable.path, ranks_text(others, hosts)
-    return None
+    split = differing(variables, collectives)
+    if not split:
+        return None
+    variable = next(each for each in variables if id(each) in split)
+    gathered = collectives.allgather((network.host_name(), _digest(variable)))
+    # The most common value is assumed to be the correct one; among equals, the lowest rank's.
+    usual = most_common([digest for _, digest in gathered])
+    others = [rank for rank, (_, digest) in enumerate(gathered) if digest != usual]
+    return variable.path, ranks_text(others, [host for host, _ in gathered])

@@ -6,11 +6,13 @@ One allgather at the start exchanges the addresses, so that it works with any la
 import contextlib
 import hmac
 import json
+import os
+import resource
 import secrets
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hvdtrain.errors import HvdtrainError
@@ -24,9 +26,13 @@ Message: TypeAlias = dict[str, Any]
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 3.0
+# Rank 0 accepts thousands of ranks a second, on a free core.
+_CONNECT_S_PER_RANK = 1e-3
 _CHUNK_BYTES = 65536
 # Room for other clients, such as port scanners: with a full queue, ranks would wait a second to connect.
 _EXTRA_BACKLOG = 100
+# Files that rank 0 may open later: those of data sets and logs, and the connections of MPI or Gloo.
+_OTHER_DESCRIPTORS = 1024
 # No rank sends a longer line.
 _MAX_LINE_BYTES = 1 << 20
 
@@ -64,7 +70,11 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Sends as much as the socket accepts at once; :meth:`flush` sends the rest."""
-        self._unsent += json.dumps(message).encode() + b"\n"
+        self.send_line(line_of(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Sends a message that :func:`line_of` has encoded, perhaps for many ranks."""
+        self._unsent += line
         self.flush()
 
     def flush(self) -> None:
@@ -109,6 +119,11 @@ class Connection:
         self._socket.close()
 
 
+def line_of(message: Message) -> bytes:
+    """A message as it is sent."""
+    return json.dumps(message).encode() + b"\n"
+
+
 class Channel(NamedTuple):
     """A rank's connections to other ranks."""
 
@@ -138,8 +153,15 @@ def open_channel(collectives: "Collectives") -> Channel:
     endpoint: _Endpoint = collectives.allgather(None)[0]
     if hosts[collectives.rank] == hosts[0]:
         endpoint = endpoint._replace(addresses=[_LOOPBACK])
-    connection = on_every_rank(lambda: _connect_to_first_rank(endpoint, collectives.rank, hosts[0]), collectives)
+    timeout_s = _connect_timeout_s(collectives.size)
+    connection = on_every_rank(
+        lambda: _connect_to_first_rank(endpoint, collectives.rank, hosts[0], timeout_s), collectives
+    )
     return Channel(hosts, {0: connection})
+
+
+def _connect_timeout_s(size: int) -> float:
+    return _CONNECT_S + size * _CONNECT_S_PER_RANK
 
 
 def _accept_ranks(collectives: "Collectives", is_one_host: bool) -> dict[int, Connection]:
@@ -149,34 +171,64 @@ def _accept_ranks(collectives: "Collectives", is_one_host: bool) -> dict[int, Co
         endpoint = _Endpoint(addresses, listener.getsockname()[1], secrets.token_hex(16))
         collectives.allgather(endpoint)
         # By then a rank that is missing has tried all addresses, and raises an error with the causes.
-        until = time.monotonic() + _CONNECT_S * (len(addresses) + 1)
+        until = time.monotonic() + _connect_timeout_s(collectives.size) * (len(addresses) + 1)
         return on_every_rank(lambda: _accept(listener, endpoint.token, collectives.size, until), collectives)
 
 
 def _accept(listener: socket.socket, token: str, size: int, until: float) -> dict[int, Connection]:
     """Accepts the connections of all other ranks; closes those without the token."""
+    _allow_descriptors(size)
     listener.setblocking(False)
     ranks: dict[int, Connection] = {}
-    # Connections that have not sent their rank yet. One that never does delays no other.
-    pending: list[Connection] = []
-    while len(ranks) < size - 1 and time.monotonic() < until:
-        wait_for([listener, *pending], until - time.monotonic())
-        with contextlib.suppress(OSError):  # There is none, or it was closed again.
-            pending.append(Connection(listener.accept()[0]))
-        for connection in list(pending):
-            messages = connection.receive()
-            if not messages and not connection.is_lost:
-                continue
-            pending.remove(connection)
-            if messages and _is_admitted(messages[0], token, size):
-                # A rank connects again if its first attempt timed out.
-                ranks[messages[0]["rank"]] = connection
-                connection.send({"kind": "welcome"})
-            else:
-                connection.close()
-    for connection in pending:
-        connection.close()
+    with selectors.PollSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        # Connections that have not sent their rank yet are registered. One that never does delays no other.
+        while len(ranks) < size - 1 and (left_s := until - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                if key.fileobj is listener:
+                    for connection in _new_connections(listener):
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                    continue
+                connection = key.data
+                messages = connection.receive()
+                if not messages and not connection.is_lost:
+                    continue
+                selector.unregister(connection)
+                if messages and _is_admitted(messages[0], token, size):
+                    # A rank connects again if its first attempt timed out.
+                    ranks[messages[0]["rank"]] = connection
+                    connection.send({"kind": "welcome"})
+                else:
+                    connection.close()
+        for key in selector.get_map().values():
+            if key.data is not None:
+                key.data.close()
     return ranks
+
+
+def _new_connections(listener: socket.socket) -> Iterator[Connection]:
+    """Accepts all connections that wait."""
+    with contextlib.suppress(OSError):  # There is none, or it was closed again.
+        while True:
+            yield Connection(listener.accept()[0])
+
+
+def _allow_descriptors(size: int) -> None:
+    """Raises this process's limit of open files if a connection to every rank would exceed it.
+
+    Raises:
+        HvdtrainError: the administrator's limit is too low.
+    """
+    needed = len(os.listdir("/proc/self/fd")) + size + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise HvdtrainError(
+            f"rank 0 must be able to open {needed} files, one of them for each of {size} ranks. Received: a limit of "
+            f"{hard}. Raise the hard limit of open files (ulimit -Hn) on rank 0's host, or use fewer ranks."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _is_admitted(message: Message, token: str, size: int) -> bool:
@@ -190,12 +242,12 @@ def _is_admitted(message: Message, token: str, size: int) -> bool:
     )
 
 
-def _connect_to_first_rank(endpoint: _Endpoint, rank: int, host: str) -> Connection:
+def _connect_to_first_rank(endpoint: _Endpoint, rank: int, host: str, timeout_s: float) -> Connection:
     tried = []
     for address in endpoint.addresses:
-        until = time.monotonic() + _CONNECT_S
+        until = time.monotonic() + timeout_s
         try:
-            connected = socket.create_connection((address, endpoint.port), timeout=_CONNECT_S)
+            connected = socket.create_connection((address, endpoint.port), timeout=timeout_s)
         except OSError as error:
             tried.append(f"{address} port {endpoint.port} ({error.strerror or error})")
             continue

@@ -9,18 +9,19 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hvdtrain.errors import StoppedEarly
-from hvdtrain.fault_tolerance.channel import Channel, Connection, Message
+from hvdtrain.fault_tolerance.channel import Channel, Message, line_of
+from hvdtrain.fault_tolerance.peers import Peer, heartbeat_interval_s, loss_of
 from hvdtrain.fault_tolerance.signals import StopSignals, names_in
 from hvdtrain.fault_tolerance.stall_detection import Position, StallDetector, stack_of
 from hvdtrain.fault_tolerance.stop_consensus import StopPoint, StopVote
 from hvdtrain.system import processes
 from hvdtrain.system.background import run_with_timeout
 from hvdtrain.system.supervisor_client import note_exit_code
-from hvdtrain.system.terminal import rank_name, write
+from hvdtrain.system.terminal import rank_name, some_of, write
 
 EXIT_ACTIONS_S = 3.0
 """How long exit actions may take."""
@@ -30,22 +31,11 @@ _SAME_SIGNAL_S = 1.0
 _DRAIN_S = 1.0
 _REPORT_S = 1.0
 _AFTER_REPORT_S = 0.5
+# Rank 0 of a job with more ranks than that lets messages gather: each wake-up looks at all connections.
+_MANY_RANKS = 128
+_GATHER_S = 0.2
+_CHECK_LAUNCHER_S = 1.0
 _REMEDY = "The job ends; restart it to resume from its last checkpoint."
-
-
-class Peer:
-    """The rank at the other end of a connection.
-
-    Args:
-        name: the rank's name in messages.
-    """
-
-    def __init__(self, rank: int, name: str, connection: Connection, now: float):
-        self.rank = rank
-        self.name = name
-        self.connection = connection
-        self.received_at = now
-        self.position = Position()
 
 
 class MonitorThread:
@@ -74,18 +64,18 @@ class MonitorThread:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._rank = rank
-        self._names = {each: rank_name(each, host) for each, host in enumerate(channel.hosts)}
+        self._hosts = channel.hosts
         self._stop_point = stop_point
         self._vote = StopVote(len(channel.hosts))
         self._position = position
         self._exit_actions = exit_actions
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
-        self._heartbeat_interval_s = min(1.0, stall_timeout_s / 4) if stall_timeout_s else 1.0
-        self._now = self._heartbeat_at = clock()
+        self._heartbeat_interval_s = heartbeat_interval_s(len(channel.hosts), stall_timeout_s)
+        self._now = self._heartbeat_at = self._check_launcher_at = clock()
         self._stall = StallDetector(self._now)
         self._peers = {
-            each: Peer(each, self._names[each], connection, self._now)
+            each: Peer(each, self._name(each), connection, self._now)
             for each, connection in channel.connections.items()
         }
         self._signals = StopSignals()
@@ -161,27 +151,42 @@ class MonitorThread:
         try:
             while self._drain_until is None:
                 self.poll()
+                self._let_messages_gather()
             self._drain(self._drain_until)
         except Exception:
             # Other ranks would wait for this rank's answers forever.
             cause = traceback.format_exc().rstrip()
             run_with_timeout(
-                _REPORT_S, lambda: write(f"hvdtrain: {self._names[self._rank]}: its monitor thread failed\n{cause}")
+                _REPORT_S, lambda: write(f"hvdtrain: {self._name(self._rank)}: its monitor thread failed\n{cause}")
             )
             os._exit(1)
 
     def poll(self) -> None:
         """Waits for messages or the next deadline; then receives, sends a heartbeat if due, and detects stalls."""
-        until = self._heartbeat_at if self._drain_until is None else min(self._heartbeat_at, self._drain_until)
-        ready = self._selector.select(max(0.0, until - self._clock()))
+        until = self._heartbeat_at
+        if self._drain_until is not None:
+            until = min(until, self._drain_until)
+        if self._horovodrun is not None:
+            until = min(until, self._check_launcher_at)
+        ready = self._ready(max(0.0, until - self._clock()))
         # The clock is read once, before receiving: messages that have arrived by then count against timeouts.
         now = self._clock()
         self._extend_deadlines(now - self._now)
         self._now = now
         self._receive_own()
-        self._receive([key.data for key, _ in ready if key.data is not None])
+        lost = self._receive(ready)
+        if lost and self._drain_until is None:
+            self._end_for_lost(lost)
+        self._check_launcher()
         self._send_heartbeat()
         self._check_timeouts()
+
+    def _ready(self, timeout_s: float) -> list[Peer]:
+        return [key.data for key, _ in self._selector.select(timeout_s) if key.data is not None]
+
+    def _let_messages_gather(self) -> None:
+        if len(self._peers) > _MANY_RANKS:
+            time.sleep(_GATHER_S)
 
     def _extend_deadlines(self, gap_s: float) -> None:
         """Extends all deadlines by a time in which this process, and perhaps its host, was suspended."""
@@ -204,27 +209,29 @@ class MonitorThread:
     def _handle_signal(self, name: str) -> None:
         if self._signalled_at is None:
             self._signalled_at = self._now
-            self._request_stop(f"{name} on {self._names[self._rank]}")
+            self._request_stop(f"{name} on {self._name(self._rank)}")
         elif self._now - self._signalled_at > _SAME_SIGNAL_S:
             # A second signal asks for an immediate end, even without exit actions.
             self._announce_end(StoppedEarly.exit_code)
             note_exit_code(StoppedEarly.exit_code)
             os._exit(StoppedEarly.exit_code)
 
-    def _receive(self, ready: Iterable[Peer]) -> None:
+    def _receive(self, ready: Sequence[Peer]) -> list[Peer]:
+        """Handles what these ranks have sent; returns those that are lost."""
         for peer in ready:
             for message in peer.connection.receive():
                 peer.received_at = self._now
                 if peer.rank in self._peers:
                     self._handle(peer, message)
         # Only now: the message of a rank that reports why it ends may be read after the loss of ranks that it ended.
-        for peer in list(self._peers.values()):
-            if peer.connection.is_lost:
-                self._drop(peer)
-                if self._drain_until is None:
-                    # Its last heartbeat may be a second old; this rank has made about the same progress.
-                    last = max(peer.position, self._position(), key=lambda position: position.heartbeats)
-                    self._end_for(f"lost connection to {peer.name} {last.at_step}: killed, or host down.")
+        lost = [peer for peer in ready if peer.connection.is_lost and peer.rank in self._peers]
+        for peer in lost:
+            self._drop(peer)
+        return lost
+
+    def _end_for_lost(self, lost: Sequence[Peer]) -> NoReturn:
+        self._let_messages_gather()  # The ranks of a host are lost together.
+        self._end_for(loss_of([*lost, *self._receive(self._ready(0.0))], self._position()))
 
     def _handle(self, peer: Peer, message: Message) -> None:
         match message:
@@ -259,13 +266,17 @@ class MonitorThread:
                 self._update(peer, Position(*position))
                 self._stall.add_stack(peer.rank, peer.position, stack)
 
+    def _name(self, rank: int) -> str:
+        return rank_name(rank, self._hosts[rank])
+
     def _update(self, peer: Peer, position: Position) -> None:
         peer.position = position
         self._stall.update(peer.rank, position, self._now)
 
     def _send_all(self, message: Message) -> None:
+        line = line_of(message)
         for peer in self._peers.values():
-            peer.connection.send(message)
+            peer.connection.send_line(line)
 
     def _drop(self, peer: Peer) -> None:
         self._selector.unregister(peer.connection)
@@ -294,18 +305,23 @@ class MonitorThread:
 
     # Heartbeats and timeouts.
 
+    def _check_launcher(self) -> None:
+        if self._horovodrun is not None and self._now >= self._check_launcher_at:
+            self._check_launcher_at = self._now + _CHECK_LAUNCHER_S
+            if not processes.is_running(self._horovodrun):
+                self._horovodrun = None
+                self._request_stop(f"horovodrun ended, detected by {self._name(self._rank)}")
+
     def _send_heartbeat(self) -> None:
         if self._now < self._heartbeat_at:
             return
         self._heartbeat_at = self._now + self._heartbeat_interval_s
-        if self._horovodrun is not None and not processes.is_running(self._horovodrun):
-            self._horovodrun = None
-            self._request_stop(f"horovodrun ended, detected by {self._names[self._rank]}")
+        line = line_of({"kind": "heartbeat", "position": self._position()})
         for peer in self._peers.values():
             if peer.connection.is_backed_up:
                 peer.connection.flush()  # More heartbeats would only queue up.
             else:
-                peer.connection.send({"kind": "heartbeat", "position": self._position()})
+                peer.connection.send_line(line)
 
     def _check_timeouts(self) -> None:
         if not self._stall_timeout_s or self._drain_until is not None:
@@ -330,10 +346,10 @@ class MonitorThread:
             self._stall.add_stack(0, own, stack_of(self._main_thread))
             self._send_all({"kind": "send stack"})
         elif self._stall.num_stacks > len(self._peers):
-            behind = ", ".join(self._names[rank] for rank in self._stall.ranks_behind())
+            behind = some_of([self._name(rank) for rank in self._stall.ranks_behind()])
             waiting = f"; the others wait for {behind}" if behind else ""
             text = f"no rank made progress for {self._stall_timeout_s:g} s{waiting}."
-            self._end_for(text, details="\n" + self._stall.report(self._names))
+            self._end_for(text, details="\n" + self._stall.report(self._name))
 
     # The end.
 

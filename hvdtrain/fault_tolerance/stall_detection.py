@@ -2,7 +2,10 @@
 
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NamedTuple
+
+from hvdtrain.system.terminal import some_of
 
 _MAX_FRAMES = 8
 
@@ -82,14 +85,14 @@ class StallDetector:
         behind = [rank for rank, (position, _) in sorted(self._stacks.items()) if position.heartbeats == fewest]
         return behind if len(behind) < len(self._stacks) else []
 
-    def report(self, names: dict[int, str]) -> str:
+    def report(self, name: Callable[[int], str]) -> str:
         """Returns the stacks of the ranks that are behind, or of all ranks if none is; one line per frame."""
         # Ranks with the same stack are listed together, so that a rank with a different one stands out.
         ranks_by_stack: dict[tuple[str, ...], list[str]] = {}
         for rank in self.ranks_behind() or sorted(self._stacks):
             position, stack = self._stacks[rank]
-            ranks_by_stack.setdefault((str(position), *stack), []).append(names[rank])
+            ranks_by_stack.setdefault((str(position), *stack), []).append(name(rank))
         lines: list[str] = []
         for (position_text, *frames), ranks in ranks_by_stack.items():
-            lines += [f"  {', '.join(ranks)} {position_text}:", *(f"    {frame}" for frame in frames)]
+            lines += [f"  {some_of(ranks)} {position_text}:", *(f"    {frame}" for frame in frames)]
         return "\n".join(lines)

@@ -3,11 +3,15 @@
 import contextlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from hvdtrain.system import environment, network
+
+# Hosts of eight GPUs, twice.
+_MAX_NAMES = 16
 
 
 def stdout_is_terminal() -> bool:
@@ -37,6 +41,12 @@ def report(rank: int, text: str) -> None:
 def rank_name(rank: int, host: str | None = None) -> str:
     """``rank 2 (host b)``; on this host unless another one is given."""
     return f"rank {rank} (host {host or network.host_name()})"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names in a message, separated by commas; the first few of thousands."""
+    num_more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {num_more:,} more" if num_more > 0 else "")
 
 
 def write(text: str) -> None:

@@ -85,5 +85,7 @@ class RunState:
             "local SGD": "no" if config.mode == "sync" else str(config.local_sgd),
             # Only then, so that checkpoints of older versions can be resumed.
             **({"sync dtype": sync_dtype} if config.mode == "local" and sync_dtype != "float32" else {}),
+            # Before it was computed, the order of so many samples was another one.
+            **({"order": "computed"} if plan.computes_order else {}),
             **({"quorum": "yes"} if config.stragglers.is_active else {}),
         }

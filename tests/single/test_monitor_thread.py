@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,3 +153,19 @@ def test_only_a_later_second_signal_ends_the_process_at_once(rank):
     with pytest.raises(Exited, match="75"):
         signalled()
     assert rank.received() == ["end"]
+
+
+def test_the_launcher_is_watched_every_second_in_large_jobs_too(rank, monkeypatch):
+    """Their heartbeats are a minute apart; horovodrun waits 5 s for its ranks to end."""
+    is_running = True
+    monkeypatch.setattr(monitor_thread.processes, "is_running", lambda process: is_running)
+    rank.monitor._heartbeat_interval_s = 60.0
+    rank.monitor._horovodrun = object()
+    rank.poll()
+    is_running = False
+    rank.now += INTERVAL_S
+    began = time.monotonic()
+    rank.monitor.poll()
+    assert time.monotonic() - began < 30
+    assert rank.received() == ["propose"]
+    assert "horovodrun ended" in rank.stop_point.reason

@@ -92,6 +92,21 @@ def test_numbers_count_micro_batches_across_epochs():
     assert [plan.numbers(i).tolist() for i in range(8)] == expected
 
 
+@pytest.mark.parametrize("excluded", [frozenset(), frozenset({0, 1, 2}), frozenset(range(1, 23)), frozenset({7, 40})])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_single_micro_batch_is_drawn_as_all_of_an_epoch_are(excluded, accumulate):
+    for rank in range(3):
+        options = {"num_samples": 23, "batch_size": 2, "rank": rank, "size": 3, "seed": 5}
+        plan = SamplePlan(**options, gradient_accumulation_steps=accumulate)
+        for epoch in range(2):
+            # Also the first ones of this order, of which the filler would be one.
+            excluded = excluded or frozenset(plan.order(epoch)[:6].tolist())
+            order, starts, counts, weights = exclude(excluded, plan.order(epoch), *plan.epoch_slices())
+            for i, (start, count, weight) in enumerate(zip(starts, counts, weights, strict=True)):
+                numbers, factor = plan.draw(epoch * len(starts) + i, excluded)
+                assert (numbers.tolist(), factor) == (order[start : start + count].tolist(), pytest.approx(weight))
+
+
 def test_exclude():
     order = np.array([3, 1, 4, 0, 2, 5])
     starts, counts, weights = np.array([0, 2, 4]), np.array([2, 2, 2]), np.array([1.0, 1.0, 0.5])

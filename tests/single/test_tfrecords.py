@@ -1,5 +1,6 @@
 """TFRecord files, intact and damaged, read as one of several ranks."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.data import TFRecords, evaluation_dataset, record_index, training_dataset
 from hvdtrain.data.record_index import RecordIndex
+from hvdtrain.data.record_table import RecordTable
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DataError, JobError, UsageError
@@ -369,19 +371,18 @@ def test_file_that_shrinks_while_it_is_read(whole):
 
 def test_all_ranks_must_find_the_files_of_rank_0(folder, monkeypatch):
     """Rank 0 has indexed a file that is one byte longer."""
-    index = record_index.index_records(folder / "0.tfrecord")
-    longer = RecordIndex(index.offsets, index.lengths, index.file_bytes + 1, None)
-    # What rank 0 contributes: its index, and no error.
-    from_rank_0 = [[longer], None]
-    become_second_rank(monkeypatch, from_rank_0)
-    with pytest.raises(JobError, match=rf"{index.file_bytes} bytes on this rank, {index.file_bytes + 1} on rank 0"):
+    found = open_files(folder / "0.tfrecord")
+    size = int(found._table.files.sizes[0])
+    longer = dataclasses.replace(found._table.files, sizes=np.array([size + 1]))
+    # What rank 0 contributes: its files, its table, and no error.
+    become_second_rank(monkeypatch, [found._files, RecordTable(longer, found._table.offsets), None])
+    with pytest.raises(JobError, match=rf"{size} bytes on this rank, {size + 1} on rank 0"):
         open_files(folder / "0.tfrecord")
 
 
 def test_only_rank_0_scans_the_files(folder, monkeypatch):
-    index = record_index.index_records(folder / "0.tfrecord")
-    from_rank_0 = [[index], []]
-    become_second_rank(monkeypatch, from_rank_0)
+    found = open_files(folder / "0.tfrecord")
+    become_second_rank(monkeypatch, [found._files, found._table])
     monkeypatch.setattr(record_index, "index_records", None)
     assert open_files(folder / "0.tfrecord").num_samples == 10
 

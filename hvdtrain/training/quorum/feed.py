@@ -26,6 +26,10 @@ class _DealtPlan(SamplePlan):
     starts: np.ndarray
     counts: np.ndarray
 
+    @property
+    def computes_order(self) -> bool:
+        return False
+
     def order(self, epoch: int) -> np.ndarray:
         return super().order(epoch)[self.positions]
 

@@ -1,0 +1,248 @@
+"""The job watch with thousands of ranks: rank 0 is real and trains, the others are simulated on this machine.
+
+    launch/run python benchmarks/control_plane.py --ranks 256 1024 4096
+
+Rank 0 makes training steps of a small network on one core; the other ranks, whose monitors and connections are the
+real ones, share the other cores in a few processes. Measures, for each number of ranks: the time to connect all ranks;
+rank 0's steps with and without a job watch, interleaved; the processor time of its monitor thread; its memory and
+descriptors; and the time until all ranks agree on a stop, until all are disconnected at the end of a run, and until a
+lost rank, or 64 ranks lost together, are named and all other ranks are ended. Saves results/control_plane.json.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests" / "single"))
+from simulated_ranks import FirstRank, SimulatedRanks
+
+from hvdtrain.fault_tolerance import monitor_thread
+from hvdtrain.fault_tolerance.job_watch import JobWatch
+
+RANKS_PER_HOST = 8
+PROCESSES = 4
+LOST_TOGETHER = 64
+_SETTLING_S = 2.0
+
+
+def make_step() -> Callable[[], None]:
+    """A compiled training step of about 5 ms."""
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    import keras
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    model = keras.Sequential([keras.layers.Input((256,)), *(keras.layers.Dense(384, "relu") for _ in range(4))])
+    model.compile("sgd", "mse")
+    x, y = tf.random.normal((256, 256)), tf.random.normal((256, 384))
+    step = tf.function(lambda: model.train_step((x, y)))
+    return lambda: step() and None
+
+
+def train(step: Callable[[], None], watch: JobWatch | None, seconds: float) -> list[float]:
+    """Makes steps as the training loop does; returns the seconds of each."""
+    taken, until = [], time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        began = time.perf_counter()
+        step()
+        if watch is not None:
+            watch.check()
+            watch.heartbeat("training", len(taken))
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def monitor_cpu_s() -> float:
+    """The processor time of the running monitor thread."""
+    (thread,) = (each for each in threading.enumerate() if each.name == "hvdtrain-monitor")
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+class Job:
+    """A job of one real and many simulated ranks."""
+
+    def __init__(self, size: int):
+        self.hosts = [f"host{rank // RANKS_PER_HOST}" for rank in range(size)]
+        self.others = SimulatedRanks(self.hosts, processes=min(PROCESSES, size - 1))
+        for process in self.others.processes:
+            psutil.Process(process.pid).cpu_affinity(other_cores())
+
+    def open(self) -> tuple[JobWatch, dict[str, float]]:
+        began: list[float] = []
+
+        def connect(endpoint: Any) -> None:
+            began.append(time.monotonic())
+            self.others.tell("connect", endpoint)
+
+        watch = JobWatch(FirstRank(self.hosts, connect))
+        before = psutil.Process().memory_info().rss
+        watch.start()
+        connected_s = time.monotonic() - began[0]
+        memory = psutil.Process().memory_info().rss - before
+        errors = [error for each in self.others.answers() for error in each]
+        if errors:
+            raise RuntimeError(f"{len(errors)} ranks could not connect: {errors[0]}")
+        return watch, {"connect_s": connected_s, "memory_mb": memory / 1e6}
+
+    def agree_on_a_stop(self, watch: JobWatch, step: Callable[[], None]) -> float:
+        """Seconds from the request of a random rank until all ranks know where to stop."""
+        requested = min(self.others.ask("stop", random.randrange(1, len(self.hosts))))
+        while not watch.check():
+            step()
+        found = self.others.ask("decisions")
+        while sum(count for count, _, _ in found) < len(self.hosts) - 1:
+            time.sleep(0.02)
+            found = self.others.ask("decisions")
+        assert len(set().union(*(checks for _, checks, _ in found))) == 1
+        return max(at for _, _, at in found) - requested
+
+    def wait_until_left(self) -> float:
+        """Waits until no simulated rank is connected; returns when the last one ended."""
+        until = time.monotonic() + 30
+        found = self.others.ask("left")
+        while num_left := sum(count for count, _, _ in found):
+            if time.monotonic() > until:
+                raise RuntimeError(f"{num_left} ranks are still connected")
+            time.sleep(0.02)
+            found = self.others.ask("left")
+        return max(at for _, _, at in found)
+
+
+def other_cores() -> list[int]:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[1:] or cores
+
+
+def measure(size: int, rounds: int, seconds: float) -> dict[str, Any]:
+    job = Job(size)
+    # Before TensorFlow starts threads of its own.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    step = make_step()
+    train(step, None, 1.0)
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        row: dict[str, float] = {}
+        without = train(step, None, seconds)
+        watch, opened = job.open()
+        row |= opened
+        train(step, watch, _SETTLING_S)
+        cpu_s, began = monitor_cpu_s(), time.perf_counter()
+        within = train(step, watch, seconds)
+        row["monitor_cpu_share"] = (monitor_cpu_s() - cpu_s) / (time.perf_counter() - began)
+        row["step_ratio"] = statistics.mean(within) / statistics.mean(without)
+        row["median_step_ratio"] = statistics.median(within) / statistics.median(without)
+        row["step_ms"] = 1000 * statistics.mean(without)
+        row["descriptors"] = len(os.listdir("/proc/self/fd"))
+        row["stop_s"] = job.agree_on_a_stop(watch, step)
+        began = time.monotonic()
+        watch.close()
+        row["close_s"] = time.monotonic() - began
+        row["all_left_s"] = job.wait_until_left() - began
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+        print(size, {name: round(value, 4) for name, value in row.items()}, flush=True)
+    job.others.close()
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    # A mean: rank 0 sends to all ranks at once, seldom.
+    medians["monitor_cpu_share"] = statistics.mean(found["monitor_cpu_share"])
+    return medians | {"all_rounds": found}
+
+
+def measure_loss(size: int, num_lost: int) -> dict[str, Any]:
+    """Runs in a process of its own, which the job watch ends; prints what happened before that."""
+    job = Job(size)
+    # Before TensorFlow starts threads of its own.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    step = make_step()
+    watch, _ = job.open()
+    train(step, watch, _SETTLING_S)
+    at: dict[str, float] = {}
+    texts: list[str] = []
+
+    def end(code: int) -> None:
+        # In place of os._exit, on the monitor thread: by then all others have been told.
+        at["ended"] = time.monotonic()
+        threading.Event().wait()
+
+    def write(text: str) -> None:
+        at["named"] = time.monotonic()
+        texts.append(text)
+
+    monitor_thread.os = Replaced(monitor_thread.os, _exit=end)
+    monitor_thread.write = write
+    first = RANKS_PER_HOST * (size // RANKS_PER_HOST // 2) or 1
+    lost_at = min(job.others.ask("lose", list(range(first, first + num_lost))))
+    while "ended" not in at:
+        step()
+    last = job.wait_until_left()
+    codes = [code for _, each, _ in job.others.ask("left") for code in each.values()]
+    found = {"named_s": at["named"] - lost_at, "ended_s": at["ended"] - lost_at, "all_ended_s": last - lost_at}
+    found |= {"num_told": len(codes), "codes": sorted(set(codes)), "text": texts[0]}
+    print(json.dumps(found), flush=True)
+    job.others.close()
+    os._exit(0)
+
+
+class Replaced:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any, **names: Any):
+        self._module, self._names = module, names
+
+    def __getattr__(self, name: str) -> Any:
+        return self._names.get(name) or getattr(self._module, name)
+
+
+def run(*arguments: str) -> dict[str, Any]:
+    """The last line that this script prints in a process of its own."""
+    line = [sys.executable, __file__, *arguments]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, timeout=280, check=False)
+    if done.returncode != 0:
+        return {"failed": done.returncode}
+    *shown, last = done.stdout.splitlines()
+    print("\n".join(shown), flush=True)
+    return json.loads(last)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 16, 64, 256, 1024, 4096])
+    parser.add_argument("--rounds", type=int, default=4)
+    # With four rounds, as long as the longest time between two heartbeats of a rank.
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of a measurement of steps")
+    parser.add_argument("--name", default="after", help="under which the results are saved")
+    parser.add_argument("--part", choices=["steps", "loss"], help=argparse.SUPPRESS)
+    parser.add_argument("--lost", type=int, default=1, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part == "steps":
+        print(json.dumps(measure(options.ranks[0], options.rounds, options.seconds)))
+        return
+    if options.part == "loss":
+        measure_loss(options.ranks[0], options.lost)
+    kept = HERE / "results" / "control_plane.json"
+    results = json.loads(kept.read_text()) if kept.exists() else {}
+    for size in options.ranks:
+        shared = ["--ranks", str(size), "--rounds", str(options.rounds), "--seconds", str(options.seconds)]
+        row = {"steps": run("--part", "steps", *shared), "lost": {}}
+        for num_lost in [1, *([LOST_TOGETHER] if size > 2 * LOST_TOGETHER else [])]:
+            row["lost"][num_lost] = run("--part", "loss", "--lost", str(num_lost), *shared)
+            print(size, num_lost, "lost:", row["lost"][num_lost], flush=True)
+        results.setdefault(options.name, {})[str(size)] = row
+        kept.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

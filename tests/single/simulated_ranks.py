@@ -1,0 +1,243 @@
+"""Ranks without a main thread: real monitors and connections, thousands of them polled by a few processes."""
+
+import heapq
+import math
+import multiprocessing
+import random
+import resource
+import selectors
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, NoReturn
+
+from hvdtrain.fault_tolerance import channel
+from hvdtrain.fault_tolerance.channel import Channel
+from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
+from hvdtrain.fault_tolerance.stall_detection import Position
+from hvdtrain.fault_tolerance.stop_consensus import StopPoint
+
+_LOOPBACK = "127.0.0.1"
+
+
+class EndedError(Exception):
+    """Raised where a real rank would end its process."""
+
+
+class _Monitor(MonitorThread):
+    """A monitor that is polled instead of running on a thread of its own."""
+
+    def _end(self, code: int, *, after_s: float = 0.0) -> NoReturn:
+        raise EndedError(code)
+
+    @property
+    def due_at(self) -> float:
+        return self._heartbeat_at
+
+    def request(self, reason: str) -> None:
+        self._request_stop(reason)
+
+    def leave(self) -> None:
+        self._send_bye()
+
+
+class SimulatedRank:
+    """One rank other than 0.
+
+    Args:
+        hosts: of all ranks.
+    """
+
+    def __init__(self, rank: int, hosts: list[str], connection: channel.Connection, stall_timeout_s: float):
+        self.rank = rank
+        self.connection = connection
+        self.stop_point = StopPoint()
+        self.monitor = _Monitor(
+            rank,
+            Channel(hosts, {0: connection}),
+            stop_point=self.stop_point,
+            position=lambda: Position(1, "training", 1),
+            exit_actions=lambda: None,
+            stall_timeout_s=stall_timeout_s,
+        )
+
+
+class RankGroup:
+    """The simulated ranks of one process, which obeys the commands of a :class:`SimulatedRanks`."""
+
+    def __init__(self, pipe: Pipe, ranks: Sequence[int], hosts: list[str], stall_timeout_s: float):
+        self._pipe = pipe
+        self._numbers = ranks
+        self._hosts = hosts
+        self._stall_timeout_s = stall_timeout_s
+        self._ranks: dict[int, SimulatedRank] = {}
+        self._selector = selectors.EpollSelector()
+        self._selector.register(pipe, selectors.EVENT_READ)
+        self._codes: dict[int, int] = {}
+        self._decided_at: dict[int, float] = {}
+        self._ended_at = 0.0
+        self._is_running = True
+        self._due: list[tuple[float, int]] = []
+        """When ranks have to be polled at the latest; also deadlines that have passed or moved."""
+
+    def run(self) -> None:
+        """Obeys commands and polls the ranks until told to end."""
+        while self._is_running:
+            wait_s = self._due[0][0] - time.monotonic() if self._due else None
+            ready = self._selector.select(None if wait_s is None else max(0.0, wait_s))
+            # Each once: a rank that has nothing to do would wait for its next heartbeat.
+            ranks = {key.data for key, _ in ready if key.data is not None}
+            now = time.monotonic()
+            while self._due and self._due[0][0] <= now:
+                ranks.add(heapq.heappop(self._due)[1])
+            for rank in ranks:
+                self._poll(rank)
+            if any(key.data is None for key, _ in ready):
+                name, *arguments = self._pipe.recv()
+                getattr(self, name)(*arguments)
+
+    def _poll(self, rank: int) -> None:
+        if rank not in self._ranks:
+            return
+        each = self._ranks[rank]
+        was_decided = each.stop_point._decision is not None
+        # It was woken for nothing, by a deadline that a message has meanwhile moved.
+        if not each.monitor._selector.select(0) and each.monitor.due_at > time.monotonic():
+            return
+        try:
+            each.monitor.poll()
+        except EndedError as ended:
+            self._codes[rank] = ended.args[0]
+            self._close(rank)
+            return
+        if each.stop_point._decision is not None and not was_decided:
+            self._decided_at[rank] = time.monotonic()
+        if not each.monitor._peers:  # rank 0 has left
+            self._close(rank)
+        else:
+            heapq.heappush(self._due, (each.monitor.due_at, rank))
+
+    def _close(self, rank: int) -> None:
+        each = self._ranks.pop(rank)
+        self._selector.unregister(each.connection)
+        each.monitor._release()
+        self._ended_at = time.monotonic()
+
+    # Commands.
+
+    def connect(self, endpoint: Any) -> None:
+        """Connects all ranks at once, as those of a job."""
+        endpoint = channel._Endpoint(*endpoint)._replace(addresses=[_LOOPBACK])
+        self._codes, self._decided_at = {}, {}
+        with ThreadPoolExecutor(len(self._numbers)) as pool:
+            timeout_s = channel._connect_timeout_s(len(self._hosts))
+            connect = lambda rank: channel._connect_to_first_rank(endpoint, rank, self._hosts[0], timeout_s)
+            tried = [(rank, pool.submit(connect, rank)) for rank in self._numbers]
+        errors = [str(each.exception()) for _, each in tried if each.exception() is not None]
+        for rank, each in tried:
+            if each.exception() is None:
+                self._ranks[rank] = SimulatedRank(rank, self._hosts, each.result(), self._stall_timeout_s)
+                # Ranks of a job do not send their heartbeats at the same moment.
+                monitor = self._ranks[rank].monitor
+                monitor._heartbeat_at += random.random() * monitor._heartbeat_interval_s
+                heapq.heappush(self._due, (self._ranks[rank].monitor.due_at, rank))
+                self._selector.register(each.result(), selectors.EVENT_READ, rank)
+        self._pipe.send(errors)
+
+    def stop(self, rank: int) -> None:
+        """Makes a rank request a stop, as if it had received a signal."""
+        began = time.monotonic()
+        if rank in self._ranks:
+            self._ranks[rank].monitor.request("a test")
+        self._pipe.send(began if rank in self._ranks else math.inf)
+
+    def decisions(self) -> None:
+        """Sends how many ranks know the check at which to stop, the checks, and when the last one learnt it."""
+        checks = {each.stop_point._decision for each in self._ranks.values() if each.stop_point._decision is not None}
+        self._pipe.send((len(self._decided_at), checks, max(self._decided_at.values(), default=0.0)))
+
+    def lose(self, ranks: Sequence[int]) -> None:
+        """Closes the connections of ranks without a word, as the kernel does for a killed process."""
+        mine = [rank for rank in ranks if rank in self._ranks]
+        began = time.monotonic()
+        for rank in mine:
+            self._close(rank)
+        self._pipe.send(began if mine else math.inf)
+
+    def left(self) -> None:
+        """Sends how many ranks are connected, the exit codes of ended ones, and when the last one ended."""
+        self._pipe.send((len(self._ranks), dict(self._codes), self._ended_at))
+
+    def finish(self) -> None:
+        """Ends the process."""
+        self._is_running = False
+
+
+def _run_group(*arguments: Any) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    RankGroup(*arguments).run()
+
+
+class SimulatedRanks:
+    """All ranks of a job but rank 0, in a few processes.
+
+    Args:
+        hosts: of all ranks.
+    """
+
+    def __init__(self, hosts: list[str], *, processes: int, stall_timeout_s: float = 600.0):
+        context = multiprocessing.get_context("spawn")
+        self.size = len(hosts)
+        self._pipes, self.processes = [], []
+        for part in range(processes):
+            own, other = context.Pipe()
+            ranks = range(1 + part, self.size, processes)
+            arguments = (other, ranks, hosts, stall_timeout_s)
+            self.processes.append(context.Process(target=_run_group, args=arguments, daemon=True))
+            self.processes[-1].start()
+            self._pipes.append(own)
+
+    def ask(self, command: str, *arguments: Any) -> list[Any]:
+        """The answer of each process to a command."""
+        self.tell(command, *arguments)
+        return [pipe.recv() for pipe in self._pipes]
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Sends a command to each process."""
+        for pipe in self._pipes:
+            pipe.send((command, *arguments))
+
+    def answers(self) -> list[Any]:
+        """The answer of each process to a command that was told."""
+        return [pipe.recv() for pipe in self._pipes]
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.tell("finish")
+        for process in self.processes:
+            process.join(10)
+
+
+class FirstRank:
+    """The collectives of rank 0 of a job whose other ranks are simulated.
+
+    Args:
+        connected: receives the endpoint to which the others connect.
+    """
+
+    rank = 0
+
+    def __init__(self, hosts: list[str], connected: Any):
+        self.size = len(hosts)
+        self._hosts = hosts
+        self._connected = connected
+
+    def allgather(self, value: Any) -> list[Any]:
+        if hasattr(value, "token"):
+            self._connected(tuple(value))
+        return self._hosts if isinstance(value, str) else [value] + [None] * (self.size - 1)
+
+    def sum(self, arrays: list[Any]) -> list[Any]:
+        return arrays
