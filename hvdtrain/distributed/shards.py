@@ -1,8 +1,8 @@
 """Which part of each variable a rank updates, and of which it keeps the optimizer's state (ZeRO stage 1).
 
 A variable is divided into as many equal parts as there are ranks, in the order of its elements, so that every rank has
-the same share of each layer. They are padded with zeros to a multiple of 32 elements, at which TensorFlow can address a part
-of a tensor without copying it; those that are sent in pieces, to a multiple of 32 for each piece.
+the same share of each layer. They are padded with zeros to a multiple of 32 elements, at which TensorFlow can address a
+part of a tensor without copying it; those that are sent in pieces, to a multiple of 32 for each piece.
 """
 
 import dataclasses

@@ -117,7 +117,7 @@ hvdtrain.run(wait, np=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["mpi", "gloo"])
+@pytest.mark.parametrize("launcher", [pytest.param("mpi", marks=pytest.mark.long), "gloo"])
 def test_an_interrupt_of_the_caller_ends_the_ranks(launcher, tmp_path):
     line = [sys.executable, "-c", INTERRUPTED.replace("np=2", f"np=2, controller='{launcher}'")]
     caller = subprocess.Popen(line, stderr=subprocess.PIPE, text=True, cwd=tmp_path)

@@ -224,7 +224,15 @@ def _loads(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["horovodrun", "horovodrun --gloo", "mpirun", "hvdtrain launch"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "horovodrun",
+        pytest.param("horovodrun --gloo", marks=pytest.mark.long),
+        pytest.param("mpirun", marks=pytest.mark.long),
+        "hvdtrain launch",
+    ],
+)
 def test_a_failing_rank_shows_no_traceback_of_the_launcher(launcher):
     line = [*launcher.split(), *([] if launcher == "hvdtrain launch" else ["-np", "1"]), "sh", "-c", "exit 3"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
