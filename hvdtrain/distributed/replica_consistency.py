@@ -199,6 +199,8 @@ def restored(own: Sequence[tuple[keras.Variable, np.ndarray | tf.Tensor]]) -> It
 
 def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> set[int]:
     """The ids of the variables that are not equal on all ranks; all ranks must call it."""
+    if collectives.size == 1:
+        return set()  # One that trains independently of the others keeps its rank, so that it need not be rank 0.
     own = [_digest(variable) for variable in variables]
     # Not all digests from all ranks: with many variables and ranks, those would not fit into memory.
     first = collectives.allgather(own if collectives.rank == 0 else None)[0]

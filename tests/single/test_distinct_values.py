@@ -12,6 +12,7 @@ from made_up_jobs import ThreadCollectives, on_threads
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.distinct_values import gather_distinct, most_common
 from hvdtrain.distributed.replica_consistency import differing, first_difference
+from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DisagreementError
 
 LARGE = {f"variable {i}": f"layer_{i}/kernel (1024, 1024) float32" for i in range(400)}
@@ -85,6 +86,12 @@ def test_variables_that_differ(different):
     if different in ((2,), (0,)):
         assert {difference for (_, difference), _ in results} == {("v5", f"rank {different[0]}")}
     assert max(sent_bytes for _, sent_bytes in results[1:]) < 1000
+
+
+def test_a_rank_that_trains_alone_equals_itself():
+    variables = [keras.Variable(np.ones(3, np.float32), name="v")]
+    assert differing(variables, SingleProcessCollectives(rank=1)) == set()
+    assert first_difference(variables, SingleProcessCollectives(rank=1)) is None
 
 
 def test_most_common():
