@@ -72,7 +72,7 @@ class MonitorThread:
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._heartbeat_interval_s = heartbeat_interval_s(len(channel.hosts), stall_timeout_s)
-        self._now = self._heartbeat_at = self._check_launcher_at = clock()
+        self._now = self._heartbeat_at = self._check_launcher_at = self._check_peers_at = clock()
         self._stall = StallDetector(self._now)
         self._peers = {
             each: Peer(each, self._name(each), connection, self._now)
@@ -163,11 +163,8 @@ class MonitorThread:
 
     def poll(self) -> None:
         """Waits for messages or the next deadline; then receives, sends a heartbeat if due, and detects stalls."""
-        until = self._heartbeat_at
-        if self._drain_until is not None:
-            until = min(until, self._drain_until)
-        if self._horovodrun is not None:
-            until = min(until, self._check_launcher_at)
+        deadlines = [self._heartbeat_at, self._drain_until, self._horovodrun and self._check_launcher_at]
+        until = min(each for each in deadlines if each is not None)
         ready = self._ready(max(0.0, until - self._clock()))
         # The clock is read once, before receiving: messages that have arrived by then count against timeouts.
         now = self._clock()
@@ -326,7 +323,11 @@ class MonitorThread:
     def _check_timeouts(self) -> None:
         if not self._stall_timeout_s or self._drain_until is not None:
             return
-        for peer in self._peers.values():
+        # Not at each of many messages: it looks at all ranks.
+        is_due = self._now >= self._check_peers_at
+        if is_due:
+            self._check_peers_at = self._now + self._heartbeat_interval_s / 4
+        for peer in self._peers.values() if is_due else ():
             if self._now - peer.received_at > self._stall_timeout_s:
                 text = f"no heartbeat from {peer.name} for {self._stall_timeout_s:g} s, last seen {peer.position}."
                 # Each rank detects it on its own, up to one heartbeat interval after another rank.
