@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from keras.src.backend.common.global_state import set_global_attribute
+from made_up_jobs import ThreadCollectives, on_threads
 
 import hvdtrain
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
@@ -20,33 +21,24 @@ hvdtrain.init()
 
 
 class Rank(SingleProcessCollectives):
-    """Rank 0 of two records what it gathers; rank 1 gets both values."""
+    """One of two ranks that receives nothing."""
 
     size = 2
 
-    def __init__(self, rank: int, sent: list):
-        super().__init__(rank)
-        self._sent = sent
+
+class PicklingCollectives(ThreadCollectives):
+    """Hands over copies, as between processes."""
 
     def allgather(self, value):
-        value = pickle.loads(pickle.dumps(value))
-        if self.rank == 0:
-            self._sent.append(value)
-            return [value, value]
-        return [self._sent.pop(0), value]
+        return super().allgather(pickle.loads(pickle.dumps(value)))
 
 
 def pair(function, models) -> None:
-    """Calls a function for the models of rank 0 and of rank 1."""
-    sent: list = []
-    errors = []
-    for rank, model in enumerate(models):
-        try:
-            function(model, Rank(rank, sent))
-        except DivergenceError as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    """Calls a function for the models of rank 0 and of rank 1, each on a thread; raises the error of a rank."""
+    results = on_threads(2, lambda collectives: function(models[collectives.rank], collectives), PicklingCollectives)
+    for result in results:
+        if result is not None:
+            raise result
 
 
 class Scale(layers.Layer):
@@ -169,7 +161,7 @@ def drawn(make, rank: int | None) -> np.ndarray:
     model = make()
     model.compile(optimizer="sgd")
     if rank is not None:
-        broadcast(model, collectives=Rank(rank, []))
+        broadcast(model, collectives=Rank(rank))
     x = tf.random.stateless_uniform((4, *model.input_shape[1:]), [1, 2], maxval=255.0)
     return np.stack([np.asarray(model(x, training=True)) for _ in range(4)])
 
