@@ -6,9 +6,9 @@ import multiprocessing
 import random
 import resource
 import selectors
+import socket
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NoReturn
 
@@ -127,23 +127,34 @@ class RankGroup:
     # Commands.
 
     def connect(self, endpoint: Any) -> None:
-        """Connects all ranks at once, as those of a job."""
-        endpoint = channel._Endpoint(*endpoint)._replace(addresses=[_LOOPBACK])
+        """Connects all ranks at once, as those of a job; sends the number of those that could not."""
+        _, port, token = endpoint
         self._codes, self._decided_at = {}, {}
-        with ThreadPoolExecutor(len(self._numbers)) as pool:
-            timeout_s = channel._connect_timeout_s(len(self._hosts))
-            connect = lambda rank: channel._connect_to_first_rank(endpoint, rank, self._hosts[0], timeout_s)
-            tried = [(rank, pool.submit(connect, rank)) for rank in self._numbers]
-        errors = [str(each.exception()) for _, each in tried if each.exception() is not None]
-        for rank, each in tried:
-            if each.exception() is None:
-                self._ranks[rank] = SimulatedRank(rank, self._hosts, each.result(), self._stall_timeout_s)
-                # Ranks of a job do not send their heartbeats at the same moment.
-                monitor = self._ranks[rank].monitor
-                monitor._heartbeat_at += random.random() * monitor._heartbeat_interval_s
-                heapq.heappush(self._due, (self._ranks[rank].monitor.due_at, rank))
-                self._selector.register(each.result(), selectors.EVENT_READ, rank)
-        self._pipe.send(errors)
+        connections = {}
+        with selectors.EpollSelector() as selector:
+            for rank in self._numbers:
+                connecting = socket.socket()
+                connecting.setblocking(False)
+                connecting.connect_ex((_LOOPBACK, port))
+                connections[rank] = channel.Connection(connecting)
+                selector.register(connections[rank], selectors.EVENT_WRITE, rank)
+            until = time.monotonic() + channel._connect_timeout_s(len(self._hosts))
+            while selector.get_map() and time.monotonic() < until:
+                for key, events in selector.select(1.0):
+                    connection, rank = connections[key.data], key.data
+                    if events & selectors.EVENT_WRITE:  # It is connected.
+                        connection.send({"kind": "hello", "token": token, "rank": rank})
+                        selector.modify(connection, selectors.EVENT_READ, rank)
+                    elif connection.receive() == [{"kind": "welcome"}]:
+                        selector.unregister(connection)
+                        self._ranks[rank] = SimulatedRank(rank, self._hosts, connection, self._stall_timeout_s)
+            num_missing = len(selector.get_map())
+        for rank, each in self._ranks.items():
+            # Ranks of a job do not send their heartbeats at the same moment.
+            each.monitor._heartbeat_at += random.random() * each.monitor._heartbeat_interval_s
+            heapq.heappush(self._due, (each.monitor.due_at, rank))
+            self._selector.register(each.connection, selectors.EVENT_READ, rank)
+        self._pipe.send(num_missing)
 
     def stop(self, rank: int) -> None:
         """Makes a rank request a stop, as if it had received a signal."""
@@ -224,20 +235,23 @@ class FirstRank:
     """The collectives of rank 0 of a job whose other ranks are simulated.
 
     Args:
-        connected: receives the endpoint to which the others connect.
+        connect: makes the others connect to an endpoint; it may return before they have.
+        num_missing: waits for them; the number of ranks that could not connect.
     """
 
     rank = 0
 
-    def __init__(self, hosts: list[str], connected: Any):
+    def __init__(self, hosts: list[str], connect: Callable[[Any], None], num_missing: Callable[[], int]):
         self.size = len(hosts)
         self._hosts = hosts
-        self._connected = connected
+        self._connect = connect
+        self._num_missing = num_missing
 
     def allgather(self, value: Any) -> list[Any]:
         if hasattr(value, "token"):
-            self._connected(tuple(value))
+            self._connect(tuple(value))
         return self._hosts if isinstance(value, str) else [value] + [None] * (self.size - 1)
 
     def sum(self, arrays: list[Any]) -> list[Any]:
-        return arrays
+        # The number of ranks on which opening the channel has failed.
+        return [arrays[0] + self._num_missing()]
