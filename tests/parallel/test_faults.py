@@ -100,7 +100,7 @@ def tracebacks(done: Finished, launcher: str) -> int:
 
 @pytest.mark.parametrize(
     ("rank", "launcher"),
-    [(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), LONG(1, "horovodrun --gloo")],
+    [LONG(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), LONG(1, "horovodrun --gloo")],
 )
 def test_a_killed_rank(rank, launcher, uninterrupted, tmp_path):
     """Rows 1 and 2 of the list of faults."""
