@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, NoReturn
 
-from hvdtrain.fault_tolerance import channel
+from hvdtrain.fault_tolerance import channel, monitor_thread
 from hvdtrain.fault_tolerance.channel import Channel
 from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
 from hvdtrain.fault_tolerance.stall_detection import Position
@@ -188,6 +188,8 @@ class RankGroup:
 def _run_group(*arguments: Any) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Each rank of a job looks for its launcher once; here, thousands would look for the same one, for 10 s.
+    monitor_thread.processes.horovodrun_above = lambda: None
     RankGroup(*arguments).run()
 
 
