@@ -31,7 +31,7 @@ _CONNECT_S_PER_RANK = 5e-3
 _CHUNK_BYTES = 65536
 # Room for other clients, such as port scanners: with a full queue, ranks would wait a second to connect.
 _EXTRA_BACKLOG = 100
-# Files that rank 0 may open later: those of data sets and logs, and the connections of MPI or Gloo.
+# Files that rank 0 may open later, where its limit allows: those of data sets and logs, connections of MPI or Gloo.
 _OTHER_DESCRIPTORS = 1024
 # No rank sends a longer line.
 _MAX_LINE_BYTES = 1 << 20
@@ -219,16 +219,18 @@ def _allow_descriptors(size: int) -> None:
     Raises:
         HvdtrainError: the administrator's limit is too low.
     """
-    needed = len(os.listdir("/proc/self/fd")) + size + _OTHER_DESCRIPTORS
+    needed = len(os.listdir("/proc/self/fd")) + size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or needed <= soft:
-        return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise HvdtrainError(
             f"rank 0 must be able to open {needed} files, one of them for each of {size} ranks. Received: a limit of "
             f"{hard}. Raise the hard limit of open files (ulimit -Hn) on rank 0's host, or use fewer ranks."
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    wanted = needed + _OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_admitted(message: Message, token: str, size: int) -> bool:

@@ -163,8 +163,8 @@ class MonitorThread:
 
     def poll(self) -> None:
         """Waits for messages or the next deadline; then receives, sends a heartbeat if due, and detects stalls."""
-        deadlines = [self._heartbeat_at, self._drain_until, self._horovodrun and self._check_launcher_at]
-        until = min(each for each in deadlines if each is not None)
+        until = min(self._heartbeat_at, self._check_launcher_at)
+        until = until if self._drain_until is None else min(until, self._drain_until)
         ready = self._ready(max(0.0, until - self._clock()))
         # The clock is read once, before receiving: messages that have arrived by then count against timeouts.
         now = self._clock()
@@ -303,11 +303,12 @@ class MonitorThread:
     # Heartbeats and timeouts.
 
     def _check_launcher(self) -> None:
-        if self._horovodrun is not None and self._now >= self._check_launcher_at:
-            self._check_launcher_at = self._now + _CHECK_LAUNCHER_S
-            if not processes.is_running(self._horovodrun):
-                self._horovodrun = None
-                self._request_stop(f"horovodrun ended, detected by {self._name(self._rank)}")
+        if self._now < self._check_launcher_at:
+            return
+        self._check_launcher_at = self._now + _CHECK_LAUNCHER_S
+        if self._horovodrun is not None and not processes.is_running(self._horovodrun):
+            self._horovodrun = None
+            self._request_stop(f"horovodrun ended, detected by {self._name(self._rank)}")
 
     def _send_heartbeat(self) -> None:
         if self._now < self._heartbeat_at:
@@ -323,15 +324,14 @@ class MonitorThread:
     def _check_timeouts(self) -> None:
         if not self._stall_timeout_s or self._drain_until is not None:
             return
-        # Not at each of many messages: it looks at all ranks.
-        is_due = self._now >= self._check_peers_at
-        if is_due:
+        if self._now >= self._check_peers_at:
+            # Not at each of many messages: this looks at all ranks.
             self._check_peers_at = self._now + self._heartbeat_interval_s / 4
-        for peer in self._peers.values() if is_due else ():
-            if self._now - peer.received_at > self._stall_timeout_s:
-                text = f"no heartbeat from {peer.name} for {self._stall_timeout_s:g} s, last seen {peer.position}."
-                # Each rank detects it on its own, up to one heartbeat interval after another rank.
-                self._end_for(text, after_s=2 * self._heartbeat_interval_s)
+            for peer in self._peers.values():
+                if self._now - peer.received_at > self._stall_timeout_s:
+                    text = f"no heartbeat from {peer.name} for {self._stall_timeout_s:g} s, last seen {peer.position}."
+                    # Each rank detects it on its own, up to one heartbeat interval after another rank.
+                    self._end_for(text, after_s=2 * self._heartbeat_interval_s)
         if self._rank == 0:
             self._check_stall()
 

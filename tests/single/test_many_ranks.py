@@ -109,6 +109,10 @@ def test_rank_0_raises_its_limit_of_open_files(monkeypatch):
         channel._allow_descriptors(1000)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used + 1000 + channel._OTHER_DESCRIPTORS
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
+    channel._allow_descriptors(4000 - used)  # Fewer than would be good to have, and enough.
+    assert raised == [(4096, 4096)]
     message = r"one of them for each of 4096 ranks\. Received: a limit of 4096\. Raise the hard limit"
     with pytest.raises(HvdtrainError, match=message):
         channel._allow_descriptors(4096)
