@@ -22,12 +22,12 @@ JOBS = {
     ("balancing", 2): 8,
     ("quorum", 2): 10,
     ("compression", 2): 24,
+    ("few_bits", 2): 12,
     ("sharded_optimizer", 2): 34,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
 LONG_JOBS |= {("sharded_optimizer", 2): 43, ("sharded_optimizer", 4): 43}
-LONG_JOBS |= {("few_bits", 2): 12, ("few_bits", 4): 12}
 LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics", 2): 40, ("quorum", 2): 16}
 LONG_JOBS |= {("fit", 4): 44, ("local_sgd", 4): 30, ("numerics", 4): 36, ("resume", 4): 15}
 

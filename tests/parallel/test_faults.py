@@ -100,7 +100,7 @@ def tracebacks(done: Finished, launcher: str) -> int:
 
 @pytest.mark.parametrize(
     ("rank", "launcher"),
-    [LONG(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), LONG(1, "horovodrun --gloo")],
+    [LONG(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), (1, "horovodrun --gloo")],
 )
 def test_a_killed_rank(rank, launcher, uninterrupted, tmp_path):
     """Rows 1 and 2 of the list of faults."""
@@ -412,7 +412,7 @@ def test_a_changed_weight(tmp_path):
     assert re.search(r"At step 50 variable .* of rank 1 differs", line), line
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", LONG("horovodrun --gloo")])
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_an_exception_in_one_rank(launcher, tmp_path):
     """Row 18: the job reports its cause and traceback, no other rank's, in time."""
     job, mark = start(tmp_path / "run", "exception", launcher=launcher)
