@@ -82,24 +82,21 @@ class ElasticCollectives(HorovodCollectives):
 
         The ranks that are connected to a lost one notice it by themselves, the others only after Gloo's timeout.
         """
-        if self._shut_sockets():
-            # A rank that has just read the address of a lost one connects only after this.
-            threading.Thread(target=self._shut_sockets_until_started, daemon=True).start()
-
-    def _shut_sockets_until_started(self) -> None:
-        while self._shut_sockets():
-            time.sleep(_SHUT_INTERVAL_S)
-
-    def _shut_sockets(self) -> bool:
-        """Returns whether the ranks still connect."""
         with self._sockets_lock:
-            before = self._sockets_before
-            for each in self._sockets if before is None else _tcp_sockets() - before:
-                # Horovod may have closed it, and its descriptor may be that of another file.
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as duplicate:
-                    if os.fstat(duplicate.fileno()).st_ino == each.inode:
-                        duplicate.shutdown(socket.SHUT_RDWR)
-            return before is not None
+            start = self._sockets_before
+            _shut(self._sockets if start is None else _tcp_sockets() - start)
+        if start is not None:
+            # A rank that has just read the address of a lost one connects only after this.
+            threading.Thread(target=self._shut_until_it_ends, args=(start,), daemon=True).start()
+
+    def _shut_until_it_ends(self, start: set["_Socket"]) -> None:
+        """Shuts what one start of the ranks connects, and not what the next one does."""
+        while True:
+            with self._sockets_lock:
+                if self._sockets_before is not start:
+                    return
+                _shut(_tcp_sockets() - start)
+            time.sleep(_SHUT_INTERVAL_S)
 
     def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
         reduce = super().gradient_reducer(config)
@@ -142,3 +139,11 @@ def _tcp_sockets() -> set[_Socket]:
                     if state != _TCP_CLOSE:
                         found.add(_Socket(descriptor, status.st_ino))
     return found
+
+
+def _shut(sockets: set[_Socket]) -> None:
+    for each in sockets:
+        # Horovod may have closed it, and its descriptor may be that of another file.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.descriptor)) as duplicate:
+            if os.fstat(duplicate.fileno()).st_ino == each.inode:
+                duplicate.shutdown(socket.SHUT_RDWR)
