@@ -131,13 +131,15 @@ class RanksInTurn(SingleProcessCollectives):
         self.gradients: list[list[np.ndarray]] = []
         self._recorded: list[list[list[tf.Tensor]]] = []
         self._totals: list[list[tf.Tensor]] | None = None
+        self._gathered_by_first: list[Any] = []
+        self._num_gathered = 0
 
     def run(self, run_rank: Callable[[int], Any]) -> None:
         """Runs all ranks, after which ``gradients`` are those that each passed to the reduction."""
         for _ in range(2):
-            self.gradients, self._recorded = [], []
+            self.gradients, self._recorded, self._gathered_by_first = [], [], []
             for rank in range(self.size):
-                self.rank = rank
+                self.rank, self._num_gathered = rank, 0
                 self._recorded.append([])
                 run_rank(rank)
                 assert len(self.gradients) == rank + 1
@@ -158,7 +160,11 @@ class RanksInTurn(SingleProcessCollectives):
         return [self.size * np.asarray(each) for each in arrays]
 
     def allgather(self, value):
-        return [value] * self.size
+        if self.rank == 0:
+            self._gathered_by_first.append(value)
+        first = self._gathered_by_first[self._num_gathered]
+        self._num_gathered += 1
+        return [first, *[value] * (self.size - 1)]
 
     def gradient_reducer(self, config):
         def reduce(gradients):
