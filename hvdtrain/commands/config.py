@@ -54,6 +54,16 @@ class TaskConfig(CommandConfig):
                 "--global-batch-size keeps the batch of all ranks, and so its learning rate. Received: --lr-scaling "
                 f"{self.learning_rate.lr_scaling}. Leave one of them out."
             )
+        if self.training.rescale and self.learning_rate.lr_decay != "none":
+            raise UsageError(
+                "--rescale changes the number of steps, for which --lr-decay is laid out. Received: --lr-decay "
+                f"{self.learning_rate.lr_decay}. Leave --rescale out, or set --lr-decay none."
+            )
+        if self.training.rescale and self.learning_rate.warmup_steps and self.learning_rate.lr_scaling != "none":
+            raise UsageError(
+                "--rescale with --lr-scaling changes the learning rate, which --warmup-steps fixes for the run. "
+                f"Received: --warmup-steps {self.learning_rate.warmup_steps}. Leave one of them out."
+            )
         if self.training.balancing.balance and self.runtime.deterministic:
             raise UsageError(
                 "--deterministic excludes --balance, which measures time. Received: both. Use --shares, or leave one "

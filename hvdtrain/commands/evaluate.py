@@ -46,7 +46,7 @@ def _evaluate_run(config: EvalConfig, files: RunFiles, session: Session) -> None
     collectives, job_watch = session.collectives, session.job_watch
     trained = open_run(files, config.task, config.data_dir, collectives)
     evaluator = _make_evaluator(trained, config.batch_size, session)
-    callbacks = RankCallbacks([], trained.model, collectives, epochs=1, steps_per_epoch=1)
+    callbacks = RankCallbacks([], trained.model, collectives, total_steps=1, steps_per_epoch=1)
     reporter = _make_reporter(files, collectives)
     step = -1
     while not job_watch.check():

@@ -22,9 +22,11 @@ from hvdtrain.commands.session import RANK_OPTIONS, Session, run_on_ranks
 from hvdtrain.config.fields import as_dict, flag_of, with_options
 from hvdtrain.data import Data
 from hvdtrain.distributed import gpu_sharing, runtime
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+from hvdtrain.optim.learning_rate import scaled_learning_rate
 from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
 from hvdtrain.system.supervisor_client import note_listener
@@ -69,7 +71,7 @@ def run(config: RunConfig | None, refused: HvdtrainError | None) -> int:
         try:
             trainer = on_every_rank(lambda: run.make_trainer(data), collectives)
             on_every_rank(lambda: run.directory.claim(config.training.checkpoint.resume), collectives)
-            if on_first_rank(lambda: _is_complete(config, run.directory, trainer.total_steps), collectives):
+            if on_first_rank(lambda: _is_complete(config, run.directory, trainer), collectives):
                 run.reporter.already_complete(trainer.total_steps, run.directory.name)
             else:
                 run.train(trainer)
@@ -133,20 +135,35 @@ class Run:
         def start(restored: Restored | None) -> None:
             on_every_rank(lambda: self.directory.write_config(as_dict(config)), collectives)
             self.reporter.started(_facts(config, trainer), trainer.shape)
+            if restored is not None:
+                self._rescale_learning_rate(trainer.model, restored.manifest["ranks"])
             for warning in gpu_sharing.gpu_warnings(collectives):
                 self.reporter.warned(trainer.step, warning)
             before = None if restored is None else restored.manifest.get("config")
             if restored is not None and isinstance(before, dict) and (changed := _changed_options(config, before)):
                 self.reporter.warned(restored.step, f"resumed with other options than before: {'; '.join(changed)}")
 
+        def rank_changed(ranks_before: int) -> None:
+            self._take_over_if_first(trainer)
+            self._rescale_learning_rate(trainer.model, ranks_before)
+
         summary = {
             "task": config.task,
-            **trainer.fit(on_start=start, on_rank_changed=lambda: self._take_over_if_first(trainer)),
+            **trainer.fit(on_start=start, on_rank_changed=rank_changed),
         }
         on_every_rank(
             lambda: _finish(config, task, trainer.model, self.directory, summary, collectives.size), collectives
         )
         self.reporter.finished(summary)
+
+    def _rescale_learning_rate(self, model: keras.Model, ranks_before: int) -> None:
+        """With --rescale, applies --lr-scaling to the learning rate that the run has, which a callback may have set."""
+        scaling, num_ranks = self._config.learning_rate.lr_scaling, self._session.collectives.size
+        if not self._config.training.rescale or scaling == "none":
+            return
+        factor = scaled_learning_rate(1.0, scaling, num_ranks) / scaled_learning_rate(1.0, scaling, ranks_before)
+        for optimizer in leaves_of(model):
+            optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
     def _take_over_if_first(self, trainer: Trainer) -> None:
         """Continues what the rank 0 of before has written, if this process is rank 0 now."""
@@ -161,14 +178,14 @@ class Run:
 
 
 def _for_changing_ranks(config: RunConfig, start_size: int) -> RunConfig:
-    """The configuration of a job whose number of ranks changes, and whose global batch does not."""
+    """The configuration of a job whose number of ranks changes; its global batch does not, without --rescale."""
     if config.autotune:
         raise UsageError("elastic jobs do not support --autotune. Leave it out.")
     if config.run_dir is not None and is_url(config.run_dir):
         raise UsageError(
             f"elastic jobs need a --run-dir that all processes share. Received: {config.run_dir}. Use a folder."
         )
-    if config.training.global_batch_size is not None:
+    if config.training.global_batch_size is not None or config.training.rescale:
         return config
     return with_options(config, {"global_batch_size": config.training.batch_size * start_size})
 
@@ -185,10 +202,15 @@ def _finish(
     run_directory.finish(model, summary)
 
 
-def _is_complete(config: RunConfig, run_directory: RunDirectory, total_steps: int) -> bool:
+def _is_complete(config: RunConfig, run_directory: RunDirectory, trainer: Trainer) -> bool:
     """Whether nothing remains to be done; raises DataError if the finished run had other options."""
     finished = run_directory.finished_run()
-    if finished is None or config.training.checkpoint.resume not in RESUME or finished[1]["steps"] < total_steps:
+    if finished is None or config.training.checkpoint.resume not in RESUME:
+        return False
+    training, made = config.training, finished[1]
+    # With --rescale, the ranks that there were decided how many steps the epochs had.
+    by_epochs = training.rescale and training.epochs is not None
+    if made["epochs"] < training.epochs if by_epochs else made["steps"] < trainer.total_steps:
         return False
     if differences := _changed_options(config, finished[0]):
         raise DataError(

@@ -87,12 +87,15 @@ def random_access_training(
 
 def _micro_batches_of_epochs(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
     """Epoch's seed, sample numbers and weight of each micro-batch; the order of an epoch is held in memory."""
-    slices = plan.epoch_slices()
-    first_epoch, skipped = divmod(first_micro_batch, len(slices[0]))
+    step, part = divmod(first_micro_batch, plan.gradient_accumulation_steps)
+    position = plan.position(step)
+    slices_of_whole = plan.epoch_slices()
 
     def draw(epoch: np.int64) -> tuple[Any, ...]:
         order = plan.order(int(epoch))
         assert isinstance(order, np.ndarray)
+        first = plan.first_sample_of(int(epoch))
+        slices = plan.epoch_slices(first) if first else slices_of_whole
         # Copies: TensorFlow takes over the arrays, and operations may write their results into them.
         drawn = exclude(excluded, order, *slices) if excluded else (order, *(each.copy() for each in slices))
         return (plan.epoch_seed(int(epoch)), *drawn)
@@ -107,8 +110,8 @@ def _micro_batches_of_epochs(plan: SamplePlan, first_micro_batch: int, excluded:
         parts = tf.data.Dataset.from_tensor_slices((starts, counts, weights))
         return parts.map(without_autograph(lambda start, count, weight: (seed, order[start : start + count], weight)))
 
-    epochs = tf.data.Dataset.range(first_epoch, np.iinfo(np.int64).max)
-    return epochs.flat_map(one_epoch).skip(skipped)
+    epochs = tf.data.Dataset.range(position.epoch, np.iinfo(np.int64).max)
+    return epochs.flat_map(one_epoch).skip(position.step * plan.gradient_accumulation_steps + part)
 
 
 def _computed_micro_batches(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:

@@ -7,6 +7,7 @@ ranks therefore trains on the same samples at the same step, however large the s
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,16 @@ class Slice:
     weight: float
     """Factor of the mean loss over these samples that makes the mean over ranks and micro-batches equal the
     mean over the step's samples: 1 in a full step, 0 for a filler."""
+
+
+class Position(NamedTuple):
+    """Where a step is in the data."""
+
+    epoch: int
+    step: int
+    """The number of the step among those of the plan in this epoch."""
+    sample: int
+    """The position of its first sample in the epoch's order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,10 @@ class SamplePlan:
     remainder: str = "pad"
     rank_batch_sizes: tuple[int, ...] | None = None
     """Samples of each rank in a full micro-batch; None: ``batch_size`` each."""
+    first_step: int = 0
+    """The step that the plan begins with: those before it may have had another number of samples."""
+    first_sample: int = 0
+    """The sample that it begins with, counted across epochs."""
 
     def __post_init__(self) -> None:
         if self.remainder not in REMAINDERS:
@@ -92,8 +107,30 @@ class SamplePlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return self._num_steps(self.num_samples)
+
+    def _num_steps(self, samples: int) -> int:
+        full, rest = divmod(samples, self.global_batch_size)
         return full + (1 if rest and self.remainder == "pad" else 0)
+
+    def first_step_of(self, epoch: int) -> int:
+        """The step that an epoch begins with, if the plan assigns all of its samples."""
+        whole_epoch, rest = -(-self.first_sample // self.num_samples), -self.first_sample % self.num_samples
+        return self.first_step + self._num_steps(rest) + (epoch - whole_epoch) * self.steps_per_epoch
+
+    def first_sample_of(self, epoch: int) -> int:
+        """The position in an epoch's order at which the plan begins: 0 except in the epoch of ``first_sample``."""
+        first_epoch, position = divmod(self.first_sample, self.num_samples)
+        return position if epoch == first_epoch else 0
+
+    def position(self, step: int) -> Position:
+        """Where a step, counted across epochs, is in the data."""
+        whole_epoch = -(-self.first_sample // self.num_samples)
+        epochs, index = divmod(step - self.first_step_of(whole_epoch), self.steps_per_epoch)
+        if epochs < 0:  # in the rest of an epoch that the plan begins with
+            epochs, index = -1, step - self.first_step
+        epoch = whole_epoch + epochs
+        return Position(epoch, index, self.first_sample_of(epoch) + index * self.global_batch_size)
 
     @property
     def is_even(self) -> bool:
@@ -143,7 +180,7 @@ class SamplePlan:
 
     def epoch_of(self, micro_batch: int) -> int:
         """The epoch of a micro-batch, counted across epochs."""
-        return micro_batch // (self.steps_per_epoch * self.gradient_accumulation_steps)
+        return self.position(micro_batch // self.gradient_accumulation_steps).epoch
 
     def numbers(self, micro_batch: int, excluded: frozenset[int] = frozenset()) -> np.ndarray:
         """The samples that this rank reads in a micro-batch, counted across epochs."""
@@ -154,10 +191,10 @@ class SamplePlan:
 
         Without the excluded ones, as :func:`exclude` removes them.
         """
-        index = micro_batch % (self.steps_per_epoch * self.gradient_accumulation_steps)
-        step, part = divmod(index, self.gradient_accumulation_steps)
-        taken = self.slices(step)[part]
-        order = self.order(self.epoch_of(micro_batch))
+        step, part = divmod(micro_batch, self.gradient_accumulation_steps)
+        position = self.position(step)
+        taken = self._slices_from(position.sample)[part]
+        order = self.order(position.epoch)
         numbers = order[taken.start : taken.start + taken.count]
         if not excluded:
             return numbers, taken.weight
@@ -168,7 +205,10 @@ class SamplePlan:
         return kept, taken.weight * len(kept) / taken.count
 
     def own_samples(self, first_step: int, steps: int) -> int:
-        """The number of this rank's samples, without fillers, in a range of steps counted across epochs."""
+        """The number of this rank's samples, without fillers, in a range of steps counted across epochs.
+
+        Of a plan that begins with the first sample.
+        """
         last = self.steps_per_epoch - 1
         full_count, last_count = (sum(part.count for part in self.slices(step) if part.weight) for step in (0, last))
         num_last = (first_step + steps) // (last + 1) - first_step // (last + 1)
@@ -176,7 +216,9 @@ class SamplePlan:
 
     def slices(self, step: int) -> list[Slice]:
         """This rank's micro-batches in a step of an epoch."""
-        first = step * self.global_batch_size
+        return self._slices_from(step * self.global_batch_size)
+
+    def _slices_from(self, first: int) -> list[Slice]:
         samples = min(self.global_batch_size, self.num_samples - first)
         bounds = [int(each) for each in self._bounds(samples)]
         result = []
@@ -187,12 +229,17 @@ class SamplePlan:
             result.append(Slice(first + start, count, weight) if count else Slice(first, 1, 0.0))
         return result
 
-    def epoch_slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """This rank's micro-batches in an epoch: starts, counts (int64) and weights (float64), one-dimensional."""
-        last = self.steps_per_epoch - 1
+    def epoch_slices(self, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """This rank's micro-batches in an epoch: starts, counts (int64) and weights (float64), one-dimensional.
+
+        Args:
+            first: the position in the epoch's order that they begin with.
+        """
+        last = self._num_steps(self.num_samples - first) - 1
         full_steps = self.global_batch_size * np.arange(last, dtype=np.int64)
         full, rest = (
-            np.array([(part.start, part.count, part.weight) for part in self.slices(step)]) for step in (0, last)
+            np.array([(part.start, part.count, part.weight) for part in self._slices_from(start)])
+            for start in (first, first + last * self.global_batch_size)
         )
         starts = np.concatenate([np.add.outer(full_steps, full[:, 0].astype(np.int64)).ravel(), rest[:, 0]])
         counts, weights = (np.concatenate([np.tile(full[:, i], last), rest[:, i]]) for i in (1, 2))

@@ -39,6 +39,9 @@ class JsonLinesReporter(Reporter):
         self._start_s = time.monotonic() - self._remove_lines_after(shape.resumed_step)
         self._append("start", facts)
 
+    def reshaped(self, shape: RunShape) -> None:
+        self._shape = shape
+
     def resumed(self, step: int, path: Path) -> None:
         self._append("resume", {"step": step, "checkpoint": str(path)})
 

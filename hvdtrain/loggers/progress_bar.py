@@ -45,6 +45,10 @@ class ProgressBarReporter(ConsoleReporter):
         self._live.start()
         self._draw({})
 
+    def reshaped(self, shape: RunShape) -> None:
+        self._shape = shape
+        self._progress.update(self._task, total=shape.total_steps)
+
     def progressed(self, step: int, values: Mapping[str, float]) -> None:
         speed = f"{values['examples/s']:.0f} examples/s" if "examples/s" in values else ""
         self._progress.update(self._task, completed=step, epoch=self._epoch(step), speed=speed)
@@ -58,8 +62,8 @@ class ProgressBarReporter(ConsoleReporter):
         self._live.stop()
 
     def _epoch(self, step: int) -> str:
-        current = max(1, math.ceil(step / self._shape.steps_per_epoch))
-        return f"{current}/{math.ceil(self._shape.total_steps / self._shape.steps_per_epoch)}"
+        current = max(1, math.ceil(self._shape.epochs(step)))
+        return f"{current}/{math.ceil(self._shape.epochs(self._shape.total_steps))}"
 
     def _draw(self, shown: Mapping[str, float]) -> None:
         below = Text(values_text(shown), no_wrap=True, overflow="ellipsis")

@@ -23,15 +23,31 @@ class RunShape:
     """Samples in a step, over all ranks."""
     samples_per_epoch: int = 0
     """Samples that an epoch trains on; the last step of an epoch may have fewer than the others."""
+    first_step: int = 0
+    """The first step with this number of samples."""
+    first_sample: int = 0
+    """The sample that it begins with, counted across epochs."""
 
     def epochs(self, step: int) -> float:
         """Epochs made after a step, the fraction of the current one included."""
-        return step / self.steps_per_epoch
+        first_step, epoch = self._first_whole_epoch
+        return epoch + (step - first_step) / self.steps_per_epoch
 
     def samples(self, step: int) -> int:
         """Samples trained on up to a step, over all ranks and epochs."""
-        full_epochs, rest = divmod(step, self.steps_per_epoch)
-        return full_epochs * self.samples_per_epoch + rest * self.global_batch_size
+        first_step, epoch = self._first_whole_epoch
+        if step < first_step:
+            return self.first_sample + (step - self.first_step) * self.global_batch_size
+        epochs, rest = divmod(step - first_step, self.steps_per_epoch)
+        return (epoch + epochs) * self.samples_per_epoch + rest * self.global_batch_size
+
+    @property
+    def _first_whole_epoch(self) -> tuple[int, int]:
+        """The first epoch of which all steps have this number of samples: its first step, and its number."""
+        if not self.first_sample:
+            return self.first_step, 0
+        rest = -self.first_sample % self.samples_per_epoch
+        return self.first_step - (-rest // self.global_batch_size), -(-self.first_sample // self.samples_per_epoch)
 
 
 class Reporter:
@@ -43,6 +59,9 @@ class Reporter:
 
     def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
         """Called once, before the first step."""
+
+    def reshaped(self, shape: RunShape) -> None:
+        """Called when the number of samples in a step has changed, and so perhaps the length of the run."""
 
     def model_built(self, model: keras.Model) -> None:
         """Called once, after :meth:`started`."""
@@ -94,6 +113,9 @@ class CompositeReporter(Reporter):
 
     def started(self, facts: Mapping[str, Any], shape: RunShape) -> None:
         self._forward("started", facts, shape)
+
+    def reshaped(self, shape: RunShape) -> None:
+        self._forward("reshaped", shape)
 
     def model_built(self, model: keras.Model) -> None:
         self._forward("model_built", model)

@@ -36,8 +36,7 @@ class RankCallbacks:
         callbacks: Sequence[keras.callbacks.Callback],
         model: keras.Model,
         collectives: Collectives,
-        *,
-        epochs: int,
+        total_steps: int,
         steps_per_epoch: int,
     ):
         require_usable(callbacks, "the trainer resumes from a checkpointer")
@@ -47,7 +46,12 @@ class RankCallbacks:
         self._collectives = collectives
         mine = [each for each in callbacks if collectives.rank == 0 or not only_writes(each)]
         self._list = keras.callbacks.CallbackList(
-            mine, add_history=True, model=model, epochs=epochs, steps=steps_per_epoch, verbose=0
+            mine,
+            add_history=True,
+            model=model,
+            epochs=-(-total_steps // steps_per_epoch),
+            steps=steps_per_epoch,
+            verbose=0,
         )
         # Of all callbacks, not only this rank's: every rank acts on it.
         self.use_train_batches = any(uses_train_batches(each) for each in callbacks)

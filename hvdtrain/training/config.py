@@ -125,6 +125,9 @@ class StepConfig(Config):
     global_batch_size: int | None = None
     """Samples per micro-batch of all ranks together, divided among however many there are; replaces --batch-size in
     training. It need not be a multiple of their number."""
+    rescale: bool = False
+    """Let the global batch grow and shrink with the number of ranks of an elastic or resumed run, instead of keeping
+    it."""
     mode: Literal["sync", "local"] = "sync"
     """sync: average gradients at every step; local: local SGD, average parameters periodically."""
     gradient_accumulation_steps: int = 1
@@ -175,6 +178,8 @@ class StepConfig(Config):
             )
         if self.stragglers.is_active:
             self._require_separate_updates()
+        if self.rescale:
+            self._require_any_batch_size()
         if self.jit_compile and self.sync_batchnorm:
             raise UsageError(
                 "--jit-compile excludes --sync-batchnorm, which communicates in the forward pass. Received: both. "
@@ -193,6 +198,17 @@ class StepConfig(Config):
         for reason, is_set in excluded.items():
             if is_set:
                 raise UsageError(f"--quorum excludes {reason}. Received: both. Leave one of them out.")
+
+    def _require_any_batch_size(self) -> None:
+        excluded = {
+            "--global-batch-size, which stays": self.global_batch_size is not None,
+            "--mode local, in which ranks have made different numbers of steps": self.mode == "local",
+            "--quorum, whose ranks read ahead in parts of their own": self.stragglers.is_active,
+            "--remainder drop: the rest of an epoch may be less than a step": self.remainder == "drop",
+        }
+        for reason, is_set in excluded.items():
+            if is_set:
+                raise UsageError(f"--rescale excludes {reason}. Received: both. Leave one of them out.")
 
     def _require_independent_ranks(self) -> None:
         if self.gradient_accumulation_steps > 1:

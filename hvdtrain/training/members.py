@@ -70,7 +70,8 @@ class ElasticMembers:
     """The members of an elastic job, which change while it trains.
 
     Args:
-        on_change: called when other ranks train together from now on, with their number and the seconds that passed.
+        on_change: called when other ranks train together from now on, with their number and the seconds that passed,
+            and the number of ranks before.
         on_leave: called before this process, which leaves the job, ends.
     """
 
@@ -80,7 +81,7 @@ class ElasticMembers:
         state: RunState,
         watch: ElasticWatch,
         *,
-        on_change: Callable[[Mapping[str, float]], None],
+        on_change: Callable[[Mapping[str, float], int], None],
         on_leave: Callable[[], None],
     ):
         if not isinstance(runner.collectives, ElasticCollectives):
@@ -95,7 +96,7 @@ class ElasticMembers:
         self._on_leave = on_leave
         self.is_newcomer = self._coordinator.must_warm_up
         self._has_state = not self._coordinator.must_warm_up
-        self._num_ranks = runner.collectives.size
+        self._num_ranks = self._ranks_before = runner.collectives.size
         self._history: list[dict[str, float]] = []
         """The changes since the job began: those that this process has not seen are another rank's."""
 
@@ -129,7 +130,7 @@ class ElasticMembers:
         rejoin(self._coordinator, self._collectives, settle=self._settle, on_leave=self._on_leave)
         change = {"ranks": self._collectives.size, "pause_seconds": time.monotonic() - start_s}
         self._history.append({"step": self._runner.progress.step, **change})
-        self._on_change(change)
+        self._on_change(change, self._ranks_before)
 
     def _settle(self) -> None:
         """Makes the state of all members that of the furthest one, and divides the samples among them."""
@@ -161,8 +162,8 @@ class ElasticMembers:
             runner.model.reset_metrics()
         self.is_newcomer, self._has_state = False, True
         end_checks()
-        runner.restart_with(sample_plan(runner.source, runner.config, collectives))
-        self._num_ranks = collectives.size
+        runner.restart_with(self._state.begin_plan(sample_plan(runner.source, runner.config, collectives), state))
+        self._ranks_before, self._num_ranks = num_ranks, collectives.size
 
     def summary(self) -> dict[str, Any]:
         pause_seconds = sum(change["pause_seconds"] for change in self._history)
@@ -174,7 +175,7 @@ def make_members(
     state: RunState,
     watch: JobWatch,
     *,
-    on_change: Callable[[Mapping[str, float]], None],
+    on_change: Callable[[Mapping[str, float], int], None],
     on_leave: Callable[[], None],
 ) -> Members:
     """The members of the job that this process belongs to; see :class:`ElasticMembers`."""

@@ -33,6 +33,8 @@ class TrainingReport:
             self._runner.progress.step,
             plan.global_batch_size,
             plan.samples_per_epoch,
+            plan.first_step,
+            plan.first_sample,
         )
 
     def facts(self) -> dict[str, str]:

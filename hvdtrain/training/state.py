@@ -1,8 +1,10 @@
 """What a checkpoint keeps of a run in addition to its model, and what a resumed run must have in common with it."""
 
+import dataclasses
 from typing import Any
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
+from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.step_runner import StepRunner
 
@@ -44,12 +46,27 @@ class RunState:
             "progress": runner.progress.state(),
             "callbacks": self._callbacks.state(),
             "balancing": runner.balancer.state(),
+            **self._place(),
         }
+
+    def _place(self) -> dict[str, Any]:
+        """The place in the data, which the step alone does not tell if steps have had different numbers of samples."""
+        runner = self._runner
+        if not runner.config.rescale:
+            return {}
+        position = runner.plan.position(runner.progress.step)
+        return {"sample": position.epoch * runner.plan.num_samples + position.sample}
 
     def apply_common(self, state: dict[str, Any]) -> None:
         """Takes over what :meth:`common` returned on another rank."""
         self._runner.progress.restore(state["progress"])
         self._callbacks.restore(state["callbacks"])
+
+    def begin_plan(self, plan: SamplePlan, state: dict[str, Any]) -> SamplePlan:
+        """The plan, beginning after the steps made, where :meth:`common` was returned."""
+        if not self._runner.config.rescale:
+            return plan
+        return dataclasses.replace(plan, first_step=self._runner.progress.step, first_sample=state["sample"])
 
     def restore(self, checkpointer: Checkpointer, resume: str) -> Restored | None:
         """All ranks must call it; see :meth:`~hvdtrain.Checkpointer.restore`."""
@@ -58,6 +75,7 @@ class RunState:
             return None
         runner = self._runner
         runner.progress.restore(restored.state["progress"])
+        runner.feed.plan = self.begin_plan(runner.plan, restored.state)
         own = restored.rank_state or self._on_other_ranks(restored.state)
         runner.monitor.restore(own["skipped_steps"])
         runner.times.restore(own["steps"])
@@ -79,7 +97,7 @@ class RunState:
         sync_dtype = config.local_sgd.sync_dtype
         return {
             "training data": self._runner.source.facts(),
-            "samples in a step": plan.global_batch_size,
+            "samples in a step": "by the number of ranks" if config.rescale else plan.global_batch_size,
             "seed": plan.seed,
             "remainder": plan.remainder,
             "local SGD": "no" if config.mode == "sync" else str(config.local_sgd),

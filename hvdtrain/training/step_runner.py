@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.data import Source
+from hvdtrain.data import Source, Stream
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
@@ -93,7 +93,7 @@ class StepRunner:
             require_distributed(optimizer, accumulation, collectives)
         op = require_hooks(leaves_of(model)[0]).reduction.op
         changes = config.balancing.balance or config.stragglers.is_active or config.guards.bad_samples > 0
-        changes = changes or collectives.may_change
+        changes = changes or collectives.may_change or config.rescale
         weights = LossWeights(
             is_weighted=changes or not self.plan.is_even,
             has_fillers=changes or self.plan.has_fillers,
@@ -119,6 +119,11 @@ class StepRunner:
             raise UsageError(
                 "--balance and --shares need gradients that are averaged or summed. Received: an optimizer with "
                 "op='adasum'."
+            )
+        if config.rescale and isinstance(source, Stream):
+            raise UsageError(
+                "--rescale continues within an epoch, with other batches. Received: a tf.data.Dataset, which yields "
+                "them from its beginning only. Leave --rescale out, or use another source."
             )
         if config.jit_compile:
             require_compilable(self.num_synchronized)
@@ -267,4 +272,4 @@ def total_steps(config: TrainConfig, plan: SamplePlan) -> int:
     """
     if (config.steps is None) == (config.epochs is None):
         raise UsageError(f"set either steps or epochs. Received: steps={config.steps}, epochs={config.epochs}")
-    return config.steps if config.steps is not None else (config.epochs or 0) * plan.steps_per_epoch
+    return config.steps if config.steps is not None else plan.first_step_of(config.epochs or 0)

@@ -31,7 +31,7 @@ from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.report import TrainingReport, console_of_rank
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan, total_steps
-from hvdtrain.training.triggers import Triggers
+from hvdtrain.training.triggers import Interval, Triggers
 
 
 class Trainer:
@@ -82,7 +82,8 @@ class Trainer:
         )
         self._job_watch = job_watch or JobWatch(collectives)
         self._checkpointer = checkpointer
-        self.total_steps = total_steps(config, sample_plan(data.training, config, collectives))
+        plan = sample_plan(data.training, config, collectives)
+        self.total_steps = total_steps(config, plan)
         if any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks):
             on_nan = "ignore" if config.guards.on_nan == "stop" else config.guards.on_nan
             config = with_options(config, {"on_nan": on_nan})
@@ -97,20 +98,13 @@ class Trainer:
         )
         self._progress = self._runner.progress
         self._strategy = self._runner.strategy
-        steps_per_epoch = self.plan.steps_per_epoch
-        self._callbacks = RankCallbacks(
-            callbacks,
-            model,
-            collectives,
-            epochs=-(-self.total_steps // steps_per_epoch),
-            steps_per_epoch=steps_per_epoch,
-        )
+        self._callbacks = RankCallbacks(callbacks, model, collectives, self.total_steps, plan.steps_per_epoch)
         self._shows_ema = keeps_ema(model) and not self._callbacks.swap_averaged_weights
         self._state = RunState(self._runner, self._callbacks)
         self._members = make_members(
             self._runner, self._state, self._job_watch, on_change=self._members_changed, on_leave=self._leave
         )
-        self._on_rank_changed: Callable[[], None] = lambda: None
+        self._on_rank_changed: Callable[[int], None] = lambda ranks_before: None
         self._guards = Guards(self._runner, self._reporter)
         self._report = TrainingReport(
             self._runner, self._reporter, Activations(model, data.evaluation or data.training)
@@ -140,7 +134,7 @@ class Trainer:
         self,
         *,
         on_start: Callable[[Restored | None], None] = lambda restored: None,
-        on_rank_changed: Callable[[], None] = lambda: None,
+        on_rank_changed: Callable[[int], None] = lambda ranks_before: None,
     ) -> dict[str, Any]:
         """Trains.
 
@@ -148,7 +142,7 @@ class Trainer:
             on_start: called on every rank before the first step, after the ranks were compared and the run was
                 restored, with the checkpoint that it resumes from.
             on_rank_changed: called on every rank of an elastic job when others train together from now on, and this
-                process may be another rank.
+                process may be another rank; with the number of ranks before.
 
         Returns:
             A run's ``summary.json``, except for what only the command line knows.
@@ -215,6 +209,7 @@ class Trainer:
         if self._checkpointer is not None and not self._members.is_newcomer:
             restored = self._state.restore(self._checkpointer, self._config.checkpoint.resume)
             if restored is not None:
+                self._plan_changed()
                 on_every_rank(self._data.training.check_unchanged, self._collectives)
         self._strategy.start()
         return restored
@@ -229,11 +224,13 @@ class Trainer:
                     raise
             self._members.rejoin()
 
-    def _members_changed(self, change: Mapping[str, float]) -> None:
+    def _members_changed(self, change: Mapping[str, float], ranks_before: int) -> None:
         self._callbacks.rank_changed()
         if self._checkpointer is not None and self._collectives.rank == 0:
             self._checkpointer.take_over()
-        self._on_rank_changed()
+        self._plan_changed()
+        self._reporter.reshaped(self.shape)
+        self._on_rank_changed(ranks_before)
         self._callbacks.members_changed(self._collectives.rank, self._collectives.size)
         self._reporter.members_changed(self._progress.step, change)
 
@@ -269,7 +266,7 @@ class Trainer:
         if self._first_profiled <= before + 1 <= self._last_profiled:
             self._reporter.profile_begins()
         if self._callbacks.use_train_batches:
-            self._callbacks.train_call_begins(before % self.plan.steps_per_epoch)
+            self._callbacks.train_call_begins(self.plan.position(before).step)
         self._job_watch.heartbeat("training", before)
         # Already now: what follows a step is due even if other ranks alone complete it.
         progress.is_between_calls = progress.is_logged = False
@@ -335,13 +332,13 @@ class Trainer:
         self.model.reset_metrics()
         require_sums(self.model)
         self._progress.validated = {}
-        self._progress.epoch = self.step // self.plan.steps_per_epoch
+        self._progress.epoch = self.plan.position(self.step).epoch
         self._progress.is_in_epoch = True
         self._callbacks.epoch_begins(self._progress.epoch)
 
     def _end_call(self) -> bool:
         """Returns whether a callback stops the training."""
-        last_batch = (self.step - 1) % self.plan.steps_per_epoch
+        last_batch = self.plan.position(self.step - 1).step
         values = self._report.epoch_so_far()
         # A ModelCheckpoint may save here; not all Keras versions do so at multiples of its interval.
         may_save = bool(self._callbacks.save_intervals)
@@ -377,18 +374,23 @@ class Trainer:
         resumed_from = None if restored is None else restored.step
         return {**self._report.summary(self._clock, resumed_from), **self._members.summary()}
 
+    def _plan_changed(self) -> None:
+        self.total_steps = total_steps(self._config, self.plan)
+        self._triggers = self._make_triggers()
+
     def _make_triggers(self) -> Triggers:
         config = self._config
+        each_epoch = Interval(self.plan.steps_per_epoch, phase=self.plan.first_step_of(0))
         profiled = [self._first_profiled - 1, self._last_profiled] if self._last_profiled else []
         return Triggers(
             self.total_steps,
             marks=[*self._strategy.marks, *profiled],
             intervals=self._callbacks.save_intervals,
             loose=["guard", "exchange"],
-            epoch=self.plan.steps_per_epoch,
+            epoch=each_epoch,
             log=config.logging.log_every,
             histograms=config.logging.histograms_every,
-            eval=config.eval_every or self.plan.steps_per_epoch,
+            eval=config.eval_every or each_epoch,
             check=config.guards.check_every,
             checkpoint=config.checkpoint.checkpoint_every if self._checkpointer is not None else 0,
             guard=config.guards.guard_every,

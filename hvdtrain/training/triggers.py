@@ -1,6 +1,22 @@
 """At which steps of a run something is due."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """Every so many steps, counted from ``phase``."""
+
+    steps: int
+    phase: int = 0
+
+    def times_due(self, step: int) -> int:
+        """How often something was due up to a step, but for a constant."""
+        return (step - self.phase) // self.steps
+
+    def next_due(self, step: int) -> int:
+        """The first step after this one at which something is due."""
+        return (self.times_due(step) + 1) * self.steps + self.phase
 
 
 class Triggers:
@@ -11,7 +27,7 @@ class Triggers:
         marks: steps after which a compiled call has to end.
         intervals: further intervals at which a compiled call has to end.
         loose: what is due at the end of the first call after its interval, instead of ending a call there.
-        every: the interval of each thing in steps; 0: never.
+        every: the interval of each thing, or its number of steps; 0: never.
     """
 
     def __init__(
@@ -21,14 +37,14 @@ class Triggers:
         marks: Sequence[int] = (),
         intervals: Sequence[int] = (),
         loose: Sequence[str] = (),
-        **every: int,
+        **every: int | Interval,
     ):
         self._total_steps = total_steps
         self._marks = [total_steps, *marks]
-        self._every = every
-        self._exact = [every[name] for name in every if every[name] and name not in loose]
-        self._exact += [interval for interval in intervals if interval]
-        self._loose = [every[name] for name in loose if every[name]]
+        self._every = {name: _interval(each) for name, each in every.items() if each}
+        self._exact = [each for name, each in self._every.items() if name not in loose]
+        self._exact += [Interval(steps) for steps in intervals if steps]
+        self._loose = [each for name, each in self._every.items() if name in loose]
 
     def is_due(self, name: str, before: int, step: int, *, at_end: bool = True) -> bool:
         """Whether something is due at one of the steps after ``before``, up to ``step``.
@@ -36,17 +52,19 @@ class Triggers:
         Args:
             at_end: whether it is also due at the end of the run.
         """
+        if name not in self._every:
+            return False
         every = self._every[name]
-        return every > 0 and (step // every > before // every or (at_end and step == self._total_steps))
+        return every.times_due(step) > every.times_due(before) or (at_end and step == self._total_steps)
 
     def next_call_end(self, step: int) -> int:
         """The next step after which a compiled call has to end."""
-        return min([*(mark for mark in self._marks if mark > step), *_next_multiples(self._exact, step)])
+        return min([*(mark for mark in self._marks if mark > step), *(each.next_due(step) for each in self._exact)])
 
     def next_due(self, step: int) -> int:
         """The next step at which anything is due."""
-        return min([self.next_call_end(step), *_next_multiples(self._loose, step)])
+        return min([self.next_call_end(step), *(each.next_due(step) for each in self._loose)])
 
 
-def _next_multiples(intervals: Sequence[int], step: int) -> list[int]:
-    return [(step // every + 1) * every for every in intervals]
+def _interval(every: int | Interval) -> Interval:
+    return every if isinstance(every, Interval) else Interval(every)

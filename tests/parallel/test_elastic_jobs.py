@@ -29,7 +29,7 @@ def one_process(tmp_path_factory) -> Path:
 class ElasticJob(Job):
     """A job of up to three ranks, with what happens in it."""
 
-    def __init__(self, members: str, folder: Path, events, *options: str, elastic=(), steps: int = STEPS):
+    def __init__(self, members: str, folder: Path, events, *options: str, elastic=(), length=("--steps", str(STEPS))):
         folder.mkdir(exist_ok=True)
         (folder / "events.json").write_text(json.dumps(events))
         self.folder = folder
@@ -37,7 +37,7 @@ class ElasticJob(Job):
         os.environ["HVDTRAIN_TEST_STEP_S"] = "0.01"
         try:
             command = [sys.executable, "-m", "hvdtrain", "elastic", members, *elastic]
-            train = [*TRAIN, "--run-dir", str(folder / "run"), "--steps", str(steps), *options]
+            train = [*TRAIN, "--run-dir", str(folder / "run"), *length, *options]
             super().__init__([*command, *train], ranks=0, launcher="")
         finally:
             del os.environ["HVDTRAIN_TEST_EVENTS"], os.environ["HVDTRAIN_TEST_STEP_S"]
@@ -137,7 +137,7 @@ def test_ranks_that_are_lost_while_the_others_connect_and_settle(one_process, tm
 
 def test_ranks_that_are_lost_before_the_first_step_and_after_the_last(tmp_path):
     events = [[1, 1, "SIGKILL", "build"], [1, 0, "SIGKILL", "end"]]
-    job = ElasticJob("2:2", tmp_path, events, "--batch-size", str(GLOBAL_BATCH // 2), steps=60)
+    job = ElasticJob("2:2", tmp_path, events, "--batch-size", str(GLOBAL_BATCH // 2), length=("--steps", "60"))
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 2
@@ -165,7 +165,7 @@ def test_modes_change_no_update(options, tmp_path, monkeypatch):
     one = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert one.returncode == 0, one.stderr
     events = [[30, 0, "SIGKILL", "before"], [60, 1, "SIGKILL", "within"], [120, 1, "SIGTERM", "before"]]
-    job = ElasticJob("1:3", tmp_path / "job", events, *options, steps=140)
+    job = ElasticJob("1:3", tmp_path / "job", events, *options, length=("--steps", "140"))
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 3
@@ -177,7 +177,9 @@ def test_modes_change_no_update(options, tmp_path, monkeypatch):
 def test_compression_continues_with_other_ranks(tmp_path):
     """Errors of lost ranks are lost, so that weights are not those of one process; replicas are compared at the end."""
     events = [[30, 0, "SIGKILL", "before"], [60, 1, "SIGKILL", "within"], [100, 1, "SIGTERM", "before"]]
-    job = ElasticJob("1:3", tmp_path / "job", events, "--compression", "powersgd:2", "--batch-size", "12", steps=140)
+    job = ElasticJob(
+        "1:3", tmp_path / "job", events, "--compression", "powersgd:2", "--batch-size", "12", length=("--steps", "140")
+    )
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 3
@@ -216,7 +218,7 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     """With an average after each step, plain SGD equals one process without the samples of lost ranks' last steps."""
     events = [[40, 2, "SIGKILL", "within"], [60, 0, "SIGKILL", "within"], [120, 1, "SIGTERM", "before"]]
     options = ["--mode", "local", "--sync-every", "1", "--optimizer", "sgd", "--learning-rate", "0.1"]
-    job = ElasticJob("1:3", tmp_path, events, *options, "--checkpoint-every", "50", steps=130)
+    job = ElasticJob("1:3", tmp_path, events, *options, "--checkpoint-every", "50", length=("--steps", "130"))
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 3
@@ -232,10 +234,57 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     assert found["steps"] == 130
 
 
+def one_process_with(changes: dict[int, int], epochs: int, learning_rate: float) -> tuple[list[np.ndarray], int]:
+    """The weights after ``epochs``, and the number of steps, if 16 samples and the rate are times the ranks' number."""
+    import elastic_task
+    import keras
+
+    keras.utils.set_random_seed(0)
+    data = elastic_task.TASK.read_data(None)
+    model = elastic_task.TASK.make_model(data)
+    model.compile(keras.optimizers.Adam(learning_rate), elastic_task.TASK.loss())
+    x, y = data.training.x, data.training.y
+    step, num_ranks = 0, 3
+    for epoch in range(epochs):
+        order, done = plan(0, 1, len(x)).order(epoch), 0
+        while done < len(x):
+            num_ranks = changes.get(step, num_ranks)
+            model.optimizer.learning_rate = learning_rate * num_ranks
+            numbers = order[done : done + 16 * num_ranks]
+            model.train_on_batch(x[numbers], y[numbers])
+            done, step = done + len(numbers), step + 1
+    return model.get_weights(), step
+
+
+@pytest.mark.usefixtures("_task_can_be_imported")
+def test_the_batch_and_the_learning_rate_follow_the_number_of_ranks(tmp_path):
+    events = [[40, 2, "SIGKILL", "within"], [130, 0, "SIGKILL", "before"], [220, 1, "SIGTERM", "before"]]
+    options = ["--rescale", "--lr-scaling", "linear", "--learning-rate", "0.001"]
+    ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--epochs", "9")))
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    found = summary(tmp_path / "run")
+    changes = {change["step"]: change["ranks"] for change in found["membership_changes"]}
+    expected, steps = one_process_with(changes, 9, 0.001)
+    assert relative_difference(weights_in_order(tmp_path / "run"), expected) < 1e-10
+    assert (found["steps"], found["epochs"], found["samples"]) == (steps, 9, 9 * 1437)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [line for line in lines if line["event"] == "eval"]
+    assert [(line["epoch"], line["samples"]) for line in evaluated] == [(e, e * 1437) for e in range(1, 10)]
+    # One rank resumes it.
+    line = [*TRAIN, *options, "--epochs", "10", "--run-dir", str(tmp_path / "run")]
+    again = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stderr
+    resumed = summary(tmp_path / "run")
+    expected, steps = one_process_with({**changes, found["steps"]: 1}, 10, 0.001)
+    assert relative_difference(weights_in_order(tmp_path / "run"), expected) < 1e-10
+    assert (resumed["steps"], resumed["epochs"], resumed["samples"]) == (steps, 10, 10 * 1437)
+
+
 @pytest.mark.long
 def test_local_sgd_loses_nothing_of_ranks_that_leave(tmp_path):
     events = [[30, 1, "SIGTERM", "before"], [61, 0, "SIGTERM", "before"]]
-    job = ElasticJob("1:3", tmp_path, events, "--mode", "local", "--sync-every", "8", steps=100)
+    job = ElasticJob("1:3", tmp_path, events, "--mode", "local", "--sync-every", "8", length=("--steps", "100"))
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 2

@@ -40,10 +40,24 @@ def aligned(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+@pytest.mark.parametrize("excluded", [frozenset(), frozenset(range(60, 75))])
+def test_a_plan_that_begins_within_an_epoch_yields_what_it_draws(excluded):
+    for plan in plans(3, num_samples=100, batch_size=4, gradient_accumulation_steps=2, first_step=7, first_sample=188):
+        for first in (14, 15, 17, 30):  # the rest of that epoch is one micro-batch; then whole ones
+            found = drawn(numbered(100), plan, 20, first_micro_batch=first, excluded=excluded)
+            expected = [plan.draw(first + i, excluded) for i in range(20)]
+            assert [(numbers, weight) for numbers, weight in found if weight] == [
+                (numbers.tolist(), pytest.approx(weight)) for numbers, weight in expected if weight
+            ]
+            assert [bool(weight) for _, weight in found] == [bool(weight) for _, weight in expected]
+
+
 def test_operations_on_weights_do_not_change_those_of_later_epochs(monkeypatch):
     """TensorFlow writes results of operations into the memory of arrays that it was given."""
     epoch_slices = SamplePlan.epoch_slices
-    monkeypatch.setattr(SamplePlan, "epoch_slices", lambda plan: tuple(map(aligned, epoch_slices(plan))))
+    monkeypatch.setattr(
+        SamplePlan, "epoch_slices", lambda plan, first=0: tuple(map(aligned, epoch_slices(plan, first)))
+    )
     floatx = keras.config.floatx()
     keras.config.set_floatx("float64")  # Other types are converted, and so copied.
     try:

@@ -207,7 +207,7 @@ def test_elapsed_seconds_continue_at_the_last_line_before_the_checkpoint(tmp_pat
 
 
 EVENTS = [
-    *("started", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished"),
+    *("started", "reshaped", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished"),
     *("members_changed", "profile_begins", "profile_ends", "already_complete", "close"),
 ]
 

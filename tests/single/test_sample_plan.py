@@ -40,6 +40,32 @@ def test_order_does_not_depend_on_the_number_of_ranks():
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize("first_sample", [1, 23, 24, 97, 100, 250, 1000])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_plan_that_begins_within_an_epoch_takes_the_rest_of_it_and_then_whole_ones(first_sample, accumulate):
+    options = {"num_samples": 100, "batch_size": 4, "size": 3, "gradient_accumulation_steps": accumulate}
+    plans = [SamplePlan(rank=rank, first_step=50, first_sample=first_sample, **options) for rank in range(3)]
+    plan, first_epoch = plans[0], first_sample // 100
+    trained: dict[int, list[int]] = {}
+    last = plan.first_step_of(first_epoch + 3)
+    for step in range(50, last):
+        epoch, index, sample = plan.position(step)
+        assert plan.first_step_of(epoch) == step - index or epoch == first_epoch
+        order = plan.order(epoch).tolist()
+        numbers = []
+        for part in range(accumulate):
+            for each in plans:
+                drawn_numbers, weight = each.draw(step * accumulate + part)
+                numbers += drawn_numbers.tolist() if weight else []
+        assert numbers == order[sample : sample + len(numbers)]
+        assert len(numbers) == plan.global_batch_size or sample + len(numbers) == 100
+        trained.setdefault(epoch, []).extend(numbers)
+    assert plan.position(last) == (first_epoch + 3, 0, 0)
+    assert trained.pop(first_epoch) == plan.order(first_epoch).tolist()[first_sample % 100 :]
+    assert sorted(trained) == [first_epoch + 1, first_epoch + 2]
+    assert all(numbers == plan.order(epoch).tolist() for epoch, numbers in trained.items())
+
+
 def test_order_depends_on_seed_and_epoch():
     seeds_and_epochs = ((0, 0), (0, 1), (1, 0))
     orders = [SamplePlan(num_samples=100, batch_size=10, seed=s).order(e).tolist() for s, e in seeds_and_epochs]

@@ -33,7 +33,11 @@ class _DealtPlan(SamplePlan):
     def order(self, epoch: int) -> np.ndarray:
         return super().order(epoch)[self.positions]
 
-    def epoch_slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    @property
+    def steps_per_epoch(self) -> int:
+        return len(self.starts)
+
+    def epoch_slices(self, first: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return self.starts, self.counts, np.ones(len(self.starts))
 
 
