@@ -381,6 +381,12 @@ def test_bad_options(options, message):
         make_trainer(make_model(), Arrays(X, Y), batch_size=7, epochs=1, **options)
 
 
+def test_a_stream_cannot_be_read_from_within_an_epoch_with_other_batches():
+    stream = Stream(tf.data.Dataset.from_tensor_slices((X, Y)))
+    with pytest.raises(UsageError, match="--rescale continues within an epoch"):
+        make_trainer(make_model(), stream, batch_size=7, epochs=1, rescale=True)
+
+
 def test_a_stop_request_is_received_while_a_rank_waits_for_input():
     """The step that waits is completed, and no other: its ranks are in a reduction already."""
     flows, noted = threading.Event(), {}
