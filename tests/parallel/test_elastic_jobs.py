@@ -234,6 +234,20 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     assert found["steps"] == 130
 
 
+def test_the_same_losses_lead_to_the_same_bits(tmp_path):
+    """Whichever ranks are lost: the job ends before a process that is started again is ready."""
+    digests = []
+    for lost in (0, 2):
+        events = [[20, lost, "SIGKILL", "within"], [40, min(lost, 1), "SIGKILL", "within"]]
+        ended = end(job := ElasticJob("1:3", tmp_path / str(lost), events, length=("--steps", "70")))
+        assert ended.code == 0, ended.output
+        assert job.happened() == 2
+        found = summary(tmp_path / str(lost) / "run")
+        assert [(change["step"], change["ranks"]) for change in found["membership_changes"]] == [(19, 2), (39, 1)]
+        digests.append(found["weights_sha256"])
+    assert digests[0] == digests[1]
+
+
 def one_process_with(changes: dict[int, int], epochs: int, learning_rate: float) -> tuple[list[np.ndarray], int]:
     """The weights after ``epochs``, and the number of steps, if 16 samples and the rate are times the ranks' number."""
     import elastic_task
