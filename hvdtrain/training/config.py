@@ -134,8 +134,8 @@ class StepConfig(Config):
     """Micro-batches per step, with one allreduce for all of them."""
     steps_per_execution: int = 1
     """Steps in one compiled call; more is faster for small models."""
-    jit_compile: bool = False
-    """Let XLA compile the forward and backward pass."""
+    jit_compile: bool | None = None
+    """Let XLA compile the forward and backward pass (default: on a GPU, if Keras does and nothing excludes it)."""
     sync_batchnorm: bool = False
     """Batch normalization over the samples of all ranks."""
     remainder: Literal["pad", "drop"] = "pad"

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.fields import with_options
 from hvdtrain.data import Source, Stream
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
@@ -38,7 +39,7 @@ from hvdtrain.training.step_times import EXCHANGE_EVERY, StepTimes, TimeShares
 from hvdtrain.training.strategies.factory import make_strategy
 from hvdtrain.training.strategies.strategy import StrategyContext
 from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing, trace_train_step
-from hvdtrain.training.xla import require_compilable
+from hvdtrain.training.xla import is_chosen, require_compilable
 
 _UNLIMITED_STEPS = 10**9
 
@@ -72,6 +73,7 @@ class StepRunner:
         require_keras_model(model)
         if not optimizers_of(model):
             raise UsageError(f"model {model.name!r} must be compiled with an optimizer. Received: a model without one.")
+        config = with_options(config, {"jit_compile": is_chosen(model, config, collectives)})
         self.model = model
         self.source = source
         self.config = config

@@ -67,7 +67,7 @@ class TrainStep:
         self._times = times
         self._monitor = monitor
         self._weights = weights
-        self._jit_compile = config.jit_compile
+        self._jit_compile = bool(config.jit_compile)
         self._micro_batches_per_step = config.gradient_accumulation_steps
         self.max_steps = config.steps_per_execution
         """The most steps that one call can make."""
@@ -173,7 +173,7 @@ class TrainStep:
                 raise refusal from None
             if self._jit_compile and is_uncompilable(error):
                 cause = next(line for line in str(error).splitlines() if "XLA" in line)
-                raise UsageError(f"XLA cannot compile this model: {cause}. Leave jit_compile out.") from error
+                raise UsageError(f"XLA cannot compile this model: {cause}. Set --no-jit-compile.") from error
             raise
 
     @contextlib.contextmanager

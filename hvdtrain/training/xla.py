@@ -6,11 +6,33 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices
+from hvdtrain.training.config import StepConfig
 from hvdtrain.training.held_gradients import gradients_of_step
 
 T = TypeVar("T")
+
+
+def is_chosen(model: keras.Model, config: StepConfig, collectives: Collectives) -> bool:
+    """Whether XLA compiles the steps of a compiled model.
+
+    By default as Keras does in ``model.compile``, which chooses XLA on a GPU; except where it is excluded, would
+    compile again for each of many batch sizes, or might refuse a ``train_step`` of the user's own.
+    """
+    if config.jit_compile is not None:
+        return config.jit_compile
+    layers = model._flatten_layers(include_self=False)
+    excluded = (
+        devices.is_deterministic()
+        or config.sync_batchnorm
+        or any(isinstance(each, keras.layers.BatchNormalization) and each.synchronized for each in layers)
+        or type(model).train_step is not keras.Model.train_step
+        or config.balancing.balance
+        or collectives.may_change
+    )
+    return bool(model.jit_compile) and devices.has_gpu() and not excluded
 
 
 def require_compilable(num_synchronized: int) -> None:

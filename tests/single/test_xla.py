@@ -79,7 +79,7 @@ def test_a_loss_that_is_not_finite_is_found():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"more": [AsksPython()]}, "XLA cannot compile this model: .*PyFunc.*Leave jit_compile out"),
+        ({"more": [AsksPython()]}, "XLA cannot compile this model: .*PyFunc.*Set --no-jit-compile"),
         ({"model_class": AppliesTwice}, "must apply gradients once. Received: AppliesTwice.train_step, which does 2"),
     ],
 )
@@ -87,6 +87,33 @@ def test_what_xla_cannot_compile(options, message):
     with pytest.raises(UsageError, match=message):
         trained(make_model(**options), jit_compile=True)
     trained(make_model(**options))
+
+
+SYNCHRONIZED = {"more": [layers.BatchNormalization(synchronized=True)]}
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "by_keras", "model_options", "options", "is_compiled"),
+    [
+        (True, True, {}, {}, True),
+        (False, True, {}, {}, False),  # on a CPU, only if it is asked for
+        (True, False, {}, {}, False),  # model.compile(jit_compile=False)
+        (True, True, {}, {"jit_compile": False}, False),
+        (False, False, {}, {"jit_compile": True}, True),
+        (True, True, SYNCHRONIZED, {}, False),
+        (True, True, {}, {"sync_batchnorm": True}, False),
+        (True, True, {}, {"balance": True}, False),
+        (True, True, {"model_class": AppliesTwice}, {}, False),
+    ],
+)
+def test_on_a_gpu_keras_chooses(has_gpu, by_keras, model_options, options, is_compiled, monkeypatch):
+    monkeypatch.setattr(devices, "has_gpu", lambda: has_gpu)
+    model = make_model(**model_options)
+    model.jit_compile = by_keras
+    trainer = make_trainer(model, Arrays(TOKENS, LABELS), batch_size=16, epochs=1, **options)
+    assert trainer._runner.config.jit_compile == is_compiled
+    if is_compiled:
+        assert np.isfinite(trainer.fit()["loss"])
 
 
 def test_batch_normalization_over_ranks_is_refused():
