@@ -61,8 +61,17 @@ def settings() -> dict[str, str]:
     try:
         previous = json.loads(SETTINGS_FILE.read_text())
     except (OSError, ValueError):
-        previous = {}
+        # Chosen once: the nodes of a cluster need not all have a GPU.
+        previous = gpu_settings()
     return {name: os.environ.get(name) or previous.get(name, "") for name in SETTINGS}
+
+
+def gpu_settings() -> dict[str, str]:
+    """The settings for a machine with NVIDIA's driver: CUDA's libraries, and NCCL if it can be compiled."""
+    if not Path("/proc/driver/nvidia/version").exists():
+        return {}
+    toolkit = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
+    return {"HVDTRAIN_EXTRAS": "cuda", **({"HOROVOD_GPU_OPERATIONS": "NCCL"} if toolkit else {})}
 
 
 def claim(venv: Path) -> bool:

@@ -199,8 +199,14 @@ def make_environment(venv: Path, log: TextIO) -> None:
         run_step("Building mpi4py with the site's MPI", [*install, *options, *requirement], log)
 
 
+def extras() -> list[str]:
+    """The names of the optional dependencies."""
+    _, _, section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]\n")
+    return re.findall(r"^([a-z]+) = ", section.partition("\n[")[0], flags=re.MULTILINE)
+
+
 def add_development_tools(venv: Path, log: TextIO) -> None:
-    """Adds the group dev of pyproject.toml and all extras. Changes no package that is there: jobs may be using it."""
+    """Adds the group dev of pyproject.toml and the extras. Changes no package that is there: jobs may be using it."""
     uv = find_uv(log)
     python = ["--python", str(venv / "bin" / "python")]
     listed = subprocess.run([*uv, "pip", "list", "--format", "json", *python], capture_output=True, text=True)
@@ -208,5 +214,8 @@ def add_development_tools(venv: Path, log: TextIO) -> None:
     constraints = venv / "hvdtrain-installed.txt"
     constraints.write_text("".join(f"{each['name']}=={each['version']}\n" for each in installed))
     install = [*uv_pip_install(uv, venv), "--constraint", str(constraints)]
-    install += ["--group", "dev", "--requirement", "pyproject.toml", "--all-extras"]
+    install += ["--group", "dev", "--requirement", "pyproject.toml"]
+    for extra in extras():
+        if extra != "cuda":  # gigabytes
+            install += ["--extra", extra]
     run_step("Adding what tests and linters need", install, log)

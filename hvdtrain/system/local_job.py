@@ -49,12 +49,14 @@ def count_gpus() -> int:
         return 0
     found = sum(line.startswith("GPU ") for line in listed.splitlines())
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return found
+    return found if visible is None else min(found, num_visible(visible))
+
+
+def num_visible(visible: str) -> int:
+    """How many GPUs ``CUDA_VISIBLE_DEVICES`` names."""
     # CUDA ignores what follows an invalid entry, such as -1.
     names = visible.split(",")
-    usable = next((i for i, name in enumerate(names) if not name.strip() or name.strip().startswith("-")), len(names))
-    return min(found, usable)
+    return next((i for i, name in enumerate(names) if not name.strip() or name.strip().startswith("-")), len(names))
 
 
 def make_launch(command: Sequence[str], ranks: int, controller: Controller = "auto") -> Launch:

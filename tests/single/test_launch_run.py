@@ -1,5 +1,6 @@
 """launch/run with a fake uv, so that nothing is built."""
 
+import json
 import os
 import re
 import shutil
@@ -31,6 +32,8 @@ def checkout(tmp_path):
     folder = tmp_path / "a check out"
     shutil.copytree(ROOT / "launch", folder / "launch")
     shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / ".venvs").mkdir()
+    (folder / ".venvs" / "settings.json").write_text("{}")  # this machine may have a GPU
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "uv").write_text(FAKE_UV)
@@ -187,7 +190,8 @@ def test_development_tools_are_added_when_a_command_needs_them(checkout):
     assert "--editable ." in first
     assert "--group" not in first
     # Jobs may be running in the environment: nothing that is installed may change.
-    assert "--group dev --requirement pyproject.toml --all-extras" in second
+    assert "--group dev --requirement pyproject.toml --extra onnx --extra mlflow" in second
+    assert "cuda" not in second
     constraints = re.search(r"--constraint (.*hvdtrain-installed\.txt)", second).group(1)
     assert Path(constraints).read_text() == "numpy==2.0\n"
     pins = checkout / "pyproject.toml"
@@ -250,6 +254,23 @@ def test_mpirun_needs_no_ssh_on_one_host(checkout):
     assert run(checkout, *show, PATH=str(few)).stdout == "/bin/false\n"
     (few / "ssh").touch(mode=0o755)
     assert run(checkout, *show, PATH=str(few)).stdout == "unset\n"
+
+
+def test_a_machine_with_a_gpu_gets_cuda_once(checkout):
+    driver, bootstrap = checkout.parent / "driver", checkout / "launch" / "bootstrap.py"
+    bootstrap.write_text(bootstrap.read_text().replace("/proc/driver/nvidia/version", str(driver)))
+    driver.touch()
+    (checkout / ".venvs" / "settings.json").unlink()
+    show = ("sh", "-c", "command -v nvcc || ls /usr/local/cuda/bin/nvcc")
+    assert run(checkout, "true").returncode == 0
+    assert "--editable .[cuda]" in uv_commands(checkout)[-1]
+    has_toolkit = subprocess.run(show, capture_output=True, check=False).returncode == 0
+    settings = json.loads((checkout / ".venvs" / "settings.json").read_text())
+    assert settings["HOROVOD_GPU_OPERATIONS"] == ("NCCL" if has_toolkit else "")
+    # A node of the same cluster without a GPU uses the same environment.
+    driver.unlink()
+    assert run(checkout, "true").stderr == ""
+    assert len(calls(checkout)) == 2
 
 
 def test_works_through_symlinks(checkout):

@@ -11,7 +11,7 @@ import numpy as np
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hvdtrain.system import cores, environment, tensorflow_start, versions
+from hvdtrain.system import cores, environment, local_job, nvidia, tensorflow_start, versions
 
 _REBUILD = "rebuild the environment: delete .venvs and call launch/run again"
 
@@ -81,16 +81,34 @@ def find_horovod() -> list[Finding]:
             else f"TensorFlow here is {tf.__version__}: rebuild Horovod",
         )
     )
-    gpus = tf.config.list_physical_devices("GPU")
-    needs_nccl = bool(gpus) and "NCCL yes" not in built
-    findings.append(
-        Finding(
-            "GPUs",
-            str(len(gpus)),
-            "HOROVOD_GPU_OPERATIONS=NCCL launch/run … rebuilds Horovod with NCCL" if needs_nccl else None,
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    return [*findings, *find_gpus(num_gpus, nvidia.hardware(), has_nccl="NCCL yes" in built)]
+
+
+def find_gpus(num_gpus: int, hardware: nvidia.Hardware, *, has_nccl: bool) -> list[Finding]:
+    """Compares the GPUs that TensorFlow sees with those of this host, and tells how gradients travel between them."""
+    if num_gpus:
+        path = "reduced on the GPU, by NCCL"
+        if not has_nccl:
+            path = "copied to the host, reduced there and copied back"
+        remedy = None if has_nccl else "HOROVOD_GPU_OPERATIONS=NCCL launch/run … rebuilds Horovod with NCCL"
+        return [Finding("GPUs", str(num_gpus)), Finding("gradients", path, remedy)]
+    if not hardware.names:
+        return [Finding("GPUs", "0")]
+    state = f"TensorFlow sees none of {len(hardware.names)}: {', '.join(hardware.names)}"
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if not hardware.has_driver:
+        remedy = "install NVIDIA's driver, or pass the GPUs to this container (docker run --gpus all)"
+    elif visible is not None and local_job.num_visible(visible) == 0:
+        remedy = f"unset CUDA_VISIBLE_DEVICES, which is {visible!r} and hides them"
+    elif missing := nvidia.missing_libraries(nvidia.package_folders()):
+        remedy = (
+            f"TensorFlow cannot open {', '.join(missing)}. HVDTRAIN_EXTRAS=cuda launch/run … installs CUDA's libraries "
+            "(1.5 GB)"
         )
-    )
-    return findings
+    else:
+        remedy = "see why: python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\""
+    return [Finding("GPUs", state, remedy)]
 
 
 def find_mpirun() -> Finding:
