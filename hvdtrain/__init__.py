@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hvdtrain.checkpoint.config import CheckpointConfig
     from hvdtrain.data.sharding import shard
     from hvdtrain.distributed.compression import Compression
+    from hvdtrain.distributed.config import GpuConfig
     from hvdtrain.distributed.half_precision import FP16
     from hvdtrain.distributed.power_sgd import PowerSGD
     from hvdtrain.distributed.replica_consistency import broadcast
@@ -48,6 +49,7 @@ __all__ = [
     "CsvReporter",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "GpuConfig",
     "GuardConfig",
     "JobWatch",
     "JsonLinesReporter",
@@ -88,6 +90,7 @@ _MODULES = {
     "DistributedGradientTape": "optim.gradient_tape",
     "DistributedOptimizer": "optim.distributed_optimizer",
     "FP16": "distributed.half_precision",
+    "GpuConfig": "distributed.config",
     "GuardConfig": "training.config",
     "JobWatch": "fault_tolerance.job_watch",
     "JsonLinesReporter": "loggers.json_lines",

@@ -81,11 +81,11 @@ def run_on_ranks(
             if not ranks_may_change:
                 raise UsageError("elastic jobs train. Received: another command. Start it by horovodrun or mpirun.")
             job_watch = join_elastic_job(_facts(accepted), accepted.job_watch.stall_timeout)
-            runtime.init(**as_dict(options), process_sets=process_sets)
+            _start_runtime(options, process_sets)
             collectives = runtime.current().collectives
         else:
             with StartWatch(start_timeout_s):
-                runtime.init(**as_dict(options), process_sets=process_sets)
+                _start_runtime(options, process_sets)
                 collectives = runtime.current().collectives
                 accepted = on_every_rank(lambda: _accepted(config, refused), collectives)
                 require_agreement("configuration and versions", _facts(accepted), collectives)
@@ -105,6 +105,16 @@ def run_on_ranks(
         note_exit_code(exit_code_of(stopped))
         end_job(stopped.with_traceback(end.__traceback__), collectives, step(), job_watch)
     return 0
+
+
+def _start_runtime(options: RuntimeConfig, process_sets: bool) -> None:
+    runtime.init(
+        threads=options.threads,
+        deterministic=options.deterministic,
+        timeline=options.timeline,
+        process_sets=process_sets,
+        gpus=options.gpus,
+    )
 
 
 def _facts(config: CommandConfig) -> dict[str, object]:

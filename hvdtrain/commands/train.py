@@ -137,7 +137,7 @@ class Run:
             self.reporter.started(_facts(config, trainer), trainer.shape)
             if restored is not None:
                 self._rescale_learning_rate(trainer.model, restored.manifest["ranks"])
-            for warning in gpu_sharing.gpu_warnings(collectives):
+            for warning in gpu_sharing.gpu_warnings(collectives, runtime.current().topology.device):
                 self.reporter.warned(trainer.step, warning)
             before = None if restored is None else restored.manifest.get("config")
             if restored is not None and isinstance(before, dict) and (changed := _changed_options(config, before)):

@@ -31,6 +31,7 @@ _HELP_ORDER = (
         "Logging",
         "Guards",
         "Runtime",
+        "GPUs",
         "Fault tolerance",
     ),
     "Prediction (--predict)",

@@ -11,6 +11,25 @@ from hvdtrain.errors import UsageError
 POWER_SGD = "powersgd"
 
 
+@Parameter(name="*", group=help_group("GPUs"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuConfig(Config):
+    """How ranks use the GPUs of their hosts: by default, each has one for itself."""
+
+    gpu_memory: int | None = None
+    """MiB of GPU memory that a rank may use (default: as much as it needs)."""
+    share_gpus: bool = False
+    """Allow several ranks on one GPU."""
+    allow_cpu_ranks: bool = False
+    """Allow ranks without a GPU in a job in which others have one."""
+    log_device_placement: bool = False
+    """Print the device of each operation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "gpu_memory", lambda value: value >= 1, "at least 1")
+
+
 @Parameter(name="*", group=help_group("Runtime"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Config):
@@ -22,6 +41,7 @@ class RuntimeConfig(Config):
     """Make runs bit-identical: deterministic operations, and sums in a fixed order."""
     timeline: str | None = None
     """File for Horovod's timeline of all reductions, for chrome://tracing."""
+    gpus: GpuConfig = dataclasses.field(default_factory=GpuConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

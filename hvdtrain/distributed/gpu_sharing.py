@@ -1,12 +1,14 @@
-"""How the GPUs of the job's hosts are shared among its ranks, and warnings about it."""
+"""How the GPUs of the job's hosts are shared among its ranks: what is refused, and what is warned about."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import GpuConfig
+from hvdtrain.errors import UsageError
 from hvdtrain.system import environment, network
 
 
@@ -23,40 +25,78 @@ class RankGpus:
     """``GPU:1`` or ``CPU``."""
 
 
-def gpu_warnings(collectives: Collectives) -> list[str]:
-    """Warnings about the GPUs of all ranks; all ranks must call it."""
-    own = RankGpus(
-        network.host_name(),
-        environment.get("CUDA_VISIBLE_DEVICES"),
-        len(tf.config.list_physical_devices("GPU")),
-        runtime.current().topology.device,
-    )
-    return warnings_for(collectives.allgather(own))
+def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -> None:
+    """Compares the GPUs of all ranks, which must call it; not in elastic jobs, whose members start one by one.
+
+    Args:
+        device: that this rank computes on.
+
+    Raises:
+        UsageError: on every rank: ranks share a GPU, or only some of them have one, and this is not allowed.
+    """
+    if collectives.may_change:
+        return
+    own = _own_gpus(device)
+    (num_with_gpu,) = collectives.sum([np.array([own.num_gpus > 0], np.float32)])
+    if num_with_gpu and (reason := refusal(collectives.allgather(own), config)) is not None:
+        raise UsageError(reason)
+
+
+def refusal(ranks: Sequence[RankGpus], config: GpuConfig) -> str | None:
+    """Why a job's ranks may not start; None if they may."""
+    if not config.allow_cpu_ranks and (found := _of_hosts(ranks, _without_gpu)):
+        return f"each rank must have a GPU if others do. Received: {found[0]} Or set --allow-cpu-ranks."
+    if not config.share_gpus and (found := _of_hosts(ranks, _sharing)):
+        return f"each rank must have a GPU of its own. Received: {found[0]} Or set --share-gpus."
+    return None
+
+
+def gpu_warnings(collectives: Collectives, device: str) -> list[str]:
+    """Warnings about the GPUs of all ranks, which must call it."""
+    return warnings_for(collectives.allgather(_own_gpus(device)))
 
 
 def warnings_for(ranks: Sequence[RankGpus]) -> list[str]:
     """A line for each host whose GPUs are probably not used as intended; none if no host has a GPU."""
-    if not any(rank.num_gpus for rank in ranks):
-        return []
+    return [*_of_hosts(ranks, _without_gpu), *_of_hosts(ranks, _idle)] if any(rank.num_gpus for rank in ranks) else []
+
+
+def _own_gpus(device: str) -> RankGpus:
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return RankGpus(network.host_name(), visible, len(tf.config.list_physical_devices("GPU")), device)
+
+
+def _of_hosts(ranks: Sequence[RankGpus], find: Callable[[str, Sequence[RankGpus]], str | None]) -> list[str]:
     hosts: dict[str, list[RankGpus]] = {}
     for rank in ranks:
         hosts.setdefault(rank.host, []).append(rank)
-    found = [_warning(f"host {name}", its_ranks) for name, its_ranks in hosts.items()]
-    return [warning for warning in found if warning is not None]
+    return [found for name, its_ranks in hosts.items() if (found := find(name, its_ranks)) is not None]
 
 
-def _warning(host: str, ranks: Sequence[RankGpus]) -> str | None:
+def _without_gpu(host: str, ranks: Sequence[RankGpus]) -> str | None:
     without = [rank for rank in ranks if not rank.num_gpus]
-    if without:
-        hidden = sorted({rank.visible for rank in without if rank.visible is not None})
-        why = f", because CUDA_VISIBLE_DEVICES={', '.join(hidden)} hides them" if hidden else ""
-        remedy = "Unset it there." if hidden else "Leave that host out, or run: launch/run python -m hvdtrain doctor"
-        return f"{len(without)} rank(s) on {host} see no GPU{why}, and delay those that do. {remedy}"
+    if not without:
+        return None
+    hidden = sorted({rank.visible for rank in without if rank.visible is not None})
+    why = f", because CUDA_VISIBLE_DEVICES={', '.join(hidden)} hides them" if hidden else ""
+    remedy = "Unset it there." if hidden else "Leave that host out, or run: launch/run python -m hvdtrain doctor."
+    return f"{len(without)} rank(s) on host {host} see no GPU{why}, and delay those that do. {remedy}"
+
+
+def _num_used(ranks: Sequence[RankGpus]) -> int:
     # A launcher may show each rank a GPU of its own, under the same number.
-    num_used = len({(rank.visible, rank.device) for rank in ranks})
-    if num_used < len(ranks):
-        return f"{len(ranks)} ranks share {num_used} GPU(s) on {host}. Start {num_used} there."
+    return len({(rank.visible, rank.device) for rank in ranks})
+
+
+def _sharing(host: str, ranks: Sequence[RankGpus]) -> str | None:
+    with_gpu = [rank for rank in ranks if rank.num_gpus]
+    if (num_used := _num_used(with_gpu)) == len(with_gpu):
+        return None
+    return f"{len(with_gpu)} ranks share {num_used} GPU(s) on host {host}. Start {num_used} there."
+
+
+def _idle(host: str, ranks: Sequence[RankGpus]) -> str | None:
     num_gpus = ranks[0].num_gpus
-    if num_gpus > len(ranks) and all(rank.visible == ranks[0].visible for rank in ranks):
-        return f"{num_gpus - len(ranks)} of {num_gpus} GPUs on {host} have no rank. Start {num_gpus} there."
-    return None
+    if num_gpus <= len(ranks) or any(rank.visible != ranks[0].visible for rank in ranks):
+        return None
+    return f"{num_gpus - len(ranks)} of {num_gpus} GPUs on host {host} have no rank. Start {num_gpus} there."

@@ -94,7 +94,8 @@ class HorovodCollectives:
             members = [i for i, array in enumerate(arrays) if str(array.dtype) == dtype]
             flat = np.concatenate([arrays[i].ravel() for i in members])
             if flat.size:
-                flat = self._allreduce(tf.constant(flat), self._hvd.Sum, f"hvdtrain_sum_{dtype}").numpy()
+                with tf.device("CPU"):
+                    flat = self._allreduce(tf.constant(flat), self._hvd.Sum, f"hvdtrain_sum_{dtype}").numpy()
             ends = np.cumsum([arrays[i].size for i in members])
             for i, end in zip(members, ends, strict=True):
                 totals[i] = flat[end - arrays[i].size : end].reshape(arrays[i].shape)
@@ -209,7 +210,8 @@ class HorovodCollectives:
         return [pickle.loads(received.pop(0)) for _ in range(self.size)]
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
-        return self._hvd.allgather(tf.constant(array), name=name, **self._call_options).numpy()
+        with tf.device("CPU"):  # not in the memory of a GPU
+            return self._hvd.allgather(tf.constant(array), name=name, **self._call_options).numpy()
 
     def _allreduce(self, tensor: tf.Tensor, op: Any, name: str, *, in_half: bool = False) -> tf.Tensor:
         """An allreduce of a tensor of any size and float dtype.

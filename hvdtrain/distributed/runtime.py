@@ -6,7 +6,9 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed import gpu_sharing
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
@@ -60,6 +62,7 @@ def init(
     deterministic: bool = False,
     timeline: str | None = None,
     process_sets: bool = False,
+    gpus: GpuConfig | None = None,
 ) -> Topology:
     """Starts Horovod, assigns this rank a GPU and a share of the cores, and sets its seeds.
 
@@ -72,25 +75,32 @@ def init(
         deterministic: make runs bit-identical, at the cost of speed.
         timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
         process_sets: whether :func:`process_set` will be called.
+        gpus: how ranks use the GPUs of their hosts (default: each has one for itself).
 
     Raises:
-        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
+        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend; on every rank:
+            ranks share a GPU, or only some of them have one, and ``gpus`` does not allow it.
     """
     global _runtime
     if _runtime is None:
-        _runtime = _start(threads, deterministic, timeline, process_sets)
+        gpus = gpus or GpuConfig()
+        _runtime = _start(threads, deterministic, timeline, process_sets, gpus)
+        gpu_sharing.require_own_gpus(_runtime.collectives, _runtime.topology.device, gpus)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return _runtime.topology
 
 
-def _start(threads: int | None, deterministic: bool, timeline: str | None, process_sets: bool) -> Runtime:
+def _start(
+    threads: int | None, deterministic: bool, timeline: str | None, process_sets: bool, gpus: GpuConfig
+) -> Runtime:
     environment.prepare_environment()
     if keras.backend.backend() != "tensorflow":
         raise UsageError(
             f"Keras must use the TensorFlow backend. Received: {keras.backend.backend()}. Unset KERAS_BACKEND, or "
             "import hvdtrain before keras."
         )
+    tf.debugging.set_log_device_placement(gpus.log_device_placement)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     if process_sets:
@@ -110,7 +120,9 @@ def _start(threads: int | None, deterministic: bool, timeline: str | None, proce
     else:
         environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=devices.has_gpu())
         collectives = HorovodCollectives(launcher)
-    device = devices.configure_devices(collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores)
+    device = devices.configure_devices(
+        collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores, gpus.gpu_memory
+    )
     topology = Topology(
         rank=collectives.rank,
         size=collectives.size,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system import cores
 from hvdtrain.system.tensorflow_start import without_startup_messages
 
@@ -18,19 +19,37 @@ def choose_gpu(num_gpus: int, local_rank: int, local_size: int) -> int | None:
     return local_rank % num_gpus if num_gpus else None
 
 
-def configure_devices(local_rank: int, local_size: int, threads: int | None, bound_to_cores: bool) -> str:
-    """Pins this rank's GPU with memory growth, and divides the host's cores among its ranks.
+def configure_devices(
+    local_rank: int, local_size: int, threads: int | None, bound_to_cores: bool, gpu_memory_mib: int | None = None
+) -> str:
+    """Pins this rank's GPU, and divides the host's cores among its ranks.
+
+    Args:
+        gpu_memory_mib: what it may use of the GPU's memory; None: as much as it needs, growing.
 
     Returns:
         The device this rank computes on: ``GPU:1`` or ``CPU``.
+
+    Raises:
+        UsageError: TensorFlow has used the GPUs already.
     """
     import tensorflow as tf
 
     gpus: Sequence[object] = tf.config.list_physical_devices("GPU")
     index = choose_gpu(len(gpus), local_rank, local_size)
     if index is not None:
-        tf.config.set_visible_devices(gpus[index], "GPU")
-        tf.config.experimental.set_memory_growth(gpus[index], True)
+        try:
+            tf.config.set_visible_devices(gpus[index], "GPU")
+            if gpu_memory_mib is None:
+                tf.config.experimental.set_memory_growth(gpus[index], True)
+            else:
+                limit = tf.config.LogicalDeviceConfiguration(memory_limit=gpu_memory_mib)
+                tf.config.set_logical_device_configuration(gpus[index], [limit])
+        except RuntimeError as error:
+            raise UsageError(
+                "hvdtrain.init() must be called before TensorFlow uses the GPUs, of which this rank takes one. "
+                f"Received: a call after that ({error}). Call it first, before models, datasets and tensors are made."
+            ) from error
     count = threads or cores.threads_per_rank(cores.usable_cores(), local_size, bound_to_cores)
     try:
         tf.config.threading.set_intra_op_parallelism_threads(count)

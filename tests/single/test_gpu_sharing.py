@@ -1,12 +1,14 @@
-"""Warnings about the GPUs of a job's hosts, for fake ranks: tests run without a GPU."""
+"""What is refused and warned about of the GPUs of a job's hosts, for fake ranks: tests run without a GPU."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain.distributed import gpu_sharing
-from hvdtrain.distributed.gpu_sharing import RankGpus, warnings_for
+from hvdtrain.distributed.config import GpuConfig
+from hvdtrain.distributed.gpu_sharing import RankGpus, gpu_warnings, refusal, require_own_gpus, warnings_for
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
 
 
 def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[RankGpus]:
@@ -27,6 +29,21 @@ def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[R
 )
 def test_no_warning_if_every_rank_has_a_gpu_or_none_has(ranks):
     assert warnings_for(ranks) == []
+    if any(rank.num_gpus for rank in ranks):
+        assert refusal(ranks, GpuConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected", "allowed"),
+    [
+        (host("a", 4, 2), "Received: 4 ranks share 2 GPU(s) on host a. Start 2 there. Or set --share", "share_gpus"),
+        (host("a", 2, 1, "3"), "Received: 2 ranks share 1 GPU(s) on host a. Start 1 there.", "share_gpus"),
+        ([*host("a", 4, 4), *host("b", 4, 0)], "Received: 4 rank(s) on host b see no GPU, and", "allow_cpu_ranks"),
+    ],
+)
+def test_ranks_without_a_gpu_of_their_own_are_refused_unless_allowed(ranks, expected, allowed):
+    assert expected in refusal(ranks, GpuConfig())
+    assert refusal(ranks, GpuConfig(**{allowed: True})) is None
 
 
 @pytest.mark.parametrize(
@@ -34,8 +51,6 @@ def test_no_warning_if_every_rank_has_a_gpu_or_none_has(ranks):
     [
         ([*host("a", 4, 4), *host("b", 4, 0)], "4 rank(s) on host b see no GPU, and delay those that do. Leave"),
         ([*host("a", 4, 4), *host("b", 4, 0, "-1")], "host b see no GPU, because CUDA_VISIBLE_DEVICES=-1 hides them"),
-        (host("a", 4, 2), "4 ranks share 2 GPU(s) on host a"),
-        (host("a", 2, 1, "3"), "2 ranks share 1 GPU(s) on host a"),
         ([*host("a", 4, 4), *host("b", 3, 4)], "1 of 4 GPUs on host b have no rank. Start 4 there."),
     ],
 )
@@ -44,17 +59,29 @@ def test_probable_mistakes_are_warned_about(ranks, expected):
     assert expected in warning
 
 
-class TwoRanks:
+class TwoRanks(SingleProcessCollectives):
     """This one, and one on a host without a GPU."""
+
+    size = 2
+
+    def sum(self, arrays):
+        return arrays
 
     def allgather(self, own):
         return [own, dataclasses.replace(own, host="b", num_gpus=0, device="CPU")]
 
 
-def test_the_gpus_of_all_ranks_are_compared(monkeypatch):
-    monkeypatch.setattr(gpu_sharing.tf.config, "list_physical_devices", lambda kind: [f"/physical_device:{kind}:0"])
-    here = SimpleNamespace(topology=SimpleNamespace(device="GPU:0"))
-    monkeypatch.setattr(gpu_sharing.runtime, "current", lambda: here)
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_the_gpus_of_all_ranks_are_compared(num_gpus, monkeypatch):
+    monkeypatch.setattr(gpu_sharing.tf.config, "list_physical_devices", lambda kind: ["a GPU"] * num_gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (warning,) = gpu_sharing.gpu_warnings(TwoRanks())
-    assert "host b see no GPU, because CUDA_VISIBLE_DEVICES=0 hides them" in warning
+    warnings = gpu_warnings(TwoRanks(), "GPU:0")
+    if not num_gpus:
+        require_own_gpus(TwoRanks(), "CPU", GpuConfig())
+        assert warnings == []
+        return
+    expected = "host b see no GPU, because CUDA_VISIBLE_DEVICES=0 hides them"
+    assert expected in warnings[0]
+    with pytest.raises(UsageError, match=expected):
+        require_own_gpus(TwoRanks(), "GPU:0", GpuConfig())
+    require_own_gpus(TwoRanks(), "GPU:0", GpuConfig(allow_cpu_ranks=True))

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import tensorflow as tf
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system import devices, environment, processes, tensorflow_start
 from hvdtrain.system.cores import inter_op_threads, threads_per_rank
 from hvdtrain.system.launcher import Launcher, find_launcher
@@ -198,7 +199,7 @@ class FakeTensorFlow:
 
     def __getattr__(self, name):
         def record(*arguments):
-            if self._already_used and "parallelism" in name:
+            if self._already_used and ("parallelism" in name or "visible" in name):
                 raise RuntimeError("context is initialised")
             self.calls.append((name, *arguments))
 
@@ -212,6 +213,21 @@ def test_configuring_devices_pins_a_gpu_and_lets_its_memory_grow(monkeypatch):
     assert ("set_visible_devices", "gpu1", "GPU") in fake.calls
     assert ("set_memory_growth", "gpu1", True) in fake.calls
     assert ("set_intra_op_parallelism_threads", 3) in fake.calls
+
+
+def test_the_memory_of_a_gpu_can_be_limited(monkeypatch):
+    fake = FakeTensorFlow(num_gpus=1)
+    fake.LogicalDeviceConfiguration = lambda memory_limit: memory_limit
+    monkeypatch.setitem(sys.modules, "tensorflow", fake)
+    assert devices.configure_devices(0, 1, threads=None, bound_to_cores=True, gpu_memory_mib=2048) == "GPU:0"
+    assert ("set_logical_device_configuration", "gpu0", [2048]) in fake.calls
+    assert not any(call[0] == "set_memory_growth" for call in fake.calls)
+
+
+def test_a_gpu_that_was_used_before_cannot_be_assigned(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorflow", FakeTensorFlow(num_gpus=1, already_used=True))
+    with pytest.raises(UsageError, match=r"hvdtrain.init\(\) must be called before TensorFlow uses the GPUs"):
+        devices.configure_devices(0, 1, threads=None, bound_to_cores=True)
 
 
 def test_configuring_devices_without_a_gpu(monkeypatch):
