@@ -26,6 +26,17 @@ def _now() -> tf.Tensor:
     return tf.timestamp()
 
 
+def _computed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """What to wait for until tensors are computed; a GPU has by then only been asked to compute them."""
+    if not devices.has_gpu():
+        return list(tensors)
+    with tf.device(None), tf.control_dependencies(list(tensors)):
+        # Computed after them, in the same stream.
+        last = tf.reshape(tensors[0], [-1])[:1]
+    with tf.device("CPU"):
+        return [tf.identity(last)]  # The copy waits for that stream.
+
+
 class StepTimes:
     """Records for each step how long this rank waited for input, computed, and waited for the reduction.
 
@@ -102,9 +113,9 @@ class StepTimes:
                 reduces in a function, and the dependency would not wait for its end.
         """
         with tf.device("CPU"):
-            with tf.control_dependencies(list(sent)):
+            with tf.control_dependencies(_computed(sent)):
                 ready = _now()
-            with tf.control_dependencies([ready, after]):
+            with tf.control_dependencies([ready, *_computed([after])]):
                 done = _now()
             self._ready.assign(ready)
             self._reducing.assign(done - ready)
