@@ -9,6 +9,7 @@ from hvdtrain.loggers.config import LoggingConfig
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
 from hvdtrain.optim.loss_scaling import overflowed_steps
+from hvdtrain.system.gpu_usage import gpu_gauges
 from hvdtrain.system.terminal import stdout_is_terminal
 from hvdtrain.training.activations import Activations
 from hvdtrain.training.clock import Clock
@@ -64,6 +65,7 @@ class TrainingReport:
             "gradient_norm": runner.monitor.norm(),
             **runner.balancer.gauges(),
             **runner.strategy.gauges(),
+            **gpu_gauges(),
             **(clock.speed_since_last(runner.plan.global_batch_size) if clock.has_timed else {}),
         }
         self._reporter.progressed(runner.progress.step, {**self.epoch_so_far(), **gauges})
