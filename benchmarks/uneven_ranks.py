@@ -28,7 +28,7 @@ import hvdtrain
 topology = hvdtrain.init(seed=0)
 import keras
 import numpy as np
-import tensorflow as tf
+from delays import Curve, Delay
 from keras import layers
 
 from hvdtrain import BalanceConfig, LocalSGDConfig, QuorumConfig
@@ -36,7 +36,7 @@ from hvdtrain.data import Arrays, Data
 from hvdtrain.distributed import runtime
 from hvdtrain.tasks.loading import load_task
 
-BATCH_SIZE, EVERY = 32, 8
+BATCH_SIZE, EVERY = 32, 16
 EPOCH_REPEATS = 40  # of the digits: longer than a run
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -49,58 +49,13 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Delay(layers.Layer):
-    """Sleeps for each sample, to simulate a slower processor."""
-
-    def __init__(self, seconds_per_sample: float, hold_ups: float):
-        super().__init__()
-        self._seconds_per_sample = seconds_per_sample
-        self._hold_ups = hold_ups
-        self._random = np.random.default_rng()
-        self._num_calls = self._held_up = 0
-        self.step_ends_s: list[float] = []
-        self.at_step = {}
-
-    def _wait(self, x: np.ndarray) -> np.ndarray:
-        time.sleep(len(x) * self._seconds_per_sample + self._is_held_up() * arguments().hold_up_s)
-        self.step_ends_s.append(time.time())
-        self.at_step.pop(len(self.step_ends_s), lambda: None)()
-        return x
-
-    def _is_held_up(self) -> bool:
-        """In each block of micro-batches, one at random: independent draws would differ too much between runs."""
-        if not self._hold_ups:
-            return False
-        place = self._num_calls % round(1 / self._hold_ups)
-        if place == 0:
-            self._held_up = self._random.integers(round(1 / self._hold_ups))
-        self._num_calls += 1
-        return bool(place == self._held_up)
-
-    def call(self, inputs: tf.Tensor, training: bool = False) -> tf.Tensor:
-        if not training:
-            return inputs
-        return tf.ensure_shape(tf.numpy_function(self._wait, [inputs], tf.float32), inputs.shape)
-
-
-class Curve(keras.callbacks.Callback):
-    """Records the loss over all ranks at each evaluation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.points: list[list[float]] = []
-
-    def on_test_end(self, logs: dict[str, float] | None = None) -> None:
-        self.points.append([time.time(), (logs or {})["loss"]])
-
-
 def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | None = None) -> dict[str, Any]:
     options = arguments()
     keras.utils.clear_session()
     keras.utils.set_random_seed(0)
     is_slow = topology.rank == topology.size - 1
     factor = options.factor if is_slow and not options.hold_ups else 1
-    delay = Delay(factor * options.step_s / BATCH_SIZE, options.hold_ups)
+    delay = Delay(factor * options.step_s / BATCH_SIZE, options.hold_ups, options.hold_up_s)
     delay.at_step = dict(at_step or {})
     task = load_task("digits")
     data = task.read_data(None)

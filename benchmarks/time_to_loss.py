@@ -1,0 +1,137 @@
+"""Time to the same loss with stragglers: how much earlier the remedies get there than sync training.
+
+    launch/run mpirun -np 4 python benchmarks/time_to_loss.py
+
+Ailments: the last of the ranks takes twice as long for each sample (remedy ``--balance``); or 2 % of all micro-batches
+take a second longer (remedy ``--quorum`` of all ranks but one). A layer sleeps instead of computing. For each seed,
+sync training and the remedy take turns, with as many steps, on digits and text. The target is the test loss that both
+reach: the larger of their lowest ones. Prints the ratio of the times to it, and the final accuracies: mean and standard
+deviation over seeds. The last results are in ``benchmarks/results/time_to_loss.json``.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import hvdtrain
+
+topology = hvdtrain.init(seed=0)
+import keras
+import numpy as np
+from delays import Curve, Delay
+from keras import layers
+from local_convergence import CONTEXT_BYTES, Text
+
+from hvdtrain import BalanceConfig, QuorumConfig
+from hvdtrain.data import Arrays, Data
+from hvdtrain.tasks.loading import load_task
+
+BATCH_SIZE = 32
+# To the remedy, and the share of micro-batches that are held up.
+AILMENTS: dict[str, tuple[dict[str, Any], float]] = {
+    "one rank at half speed": ({"balancing": BalanceConfig(balance=True, balance_every=5)}, 0.0),
+    "hold-ups": ({"stragglers": QuorumConfig(quorum=max(1, topology.size - 1))}, 0.02),
+}
+
+
+def digits_data() -> Data:
+    data = load_task("digits").read_data(None)
+    x, y = next(iter(data.training.evaluation_batches(data.training.num_samples, 0, 1, 0, frozenset())))
+    # One long epoch: ranks wait for each other at its end.
+    return Data(Arrays(np.tile(x, (40, 1, 1, 1)), np.tile(y, 40)), data.evaluation)
+
+
+def text_data() -> Data:
+    text = Text()
+    return Data(text.training, text.evaluation)
+
+
+def digits_layers() -> list[keras.layers.Layer]:
+    return [layers.Input((8, 8, 1)), layers.Flatten(), layers.Dense(32, activation="tanh"), layers.Dense(10)]
+
+
+def text_layers() -> list[keras.layers.Layer]:
+    return [
+        layers.Input((CONTEXT_BYTES,), dtype="int32"),
+        layers.Embedding(256, 16),
+        layers.Flatten(),
+        layers.Dense(64, activation="relu"),
+        layers.Dense(256),
+    ]
+
+
+TASKS: dict[str, Any] = {"digits": (digits_data, digits_layers, 5e-3), "text": (text_data, text_layers, 3e-3)}
+
+
+def train(task: str, data: Data, seed: int, options: dict[str, Any], hold_ups: float) -> dict[str, Any]:
+    """A run's test losses over time, and its final accuracy."""
+    _, make_layers, learning_rate = TASKS[task]
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(seed)
+    is_slow = not hold_ups and topology.rank == topology.size - 1
+    delay = Delay((2 if is_slow else 1) * arguments.step_s / BATCH_SIZE, hold_ups, 1.0)
+    first, *others = make_layers()
+    model = keras.Sequential([first, delay, *others])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+    model.compile(keras.optimizers.Adam(learning_rate), loss, metrics=[accuracy])
+    curve = Curve()
+    config = hvdtrain.TrainConfig(
+        **options,
+        batch_size=BATCH_SIZE,
+        steps=arguments.steps,
+        eval_every=10,
+        seed=seed,
+        guards=hvdtrain.GuardConfig(check_every=0),
+        logging=hvdtrain.LoggingConfig(log_every=arguments.steps),
+    )
+    summary = hvdtrain.Trainer(model, data, config, callbacks=[curve], reporter=None).fit()
+    points = [[moment - delay.step_ends_s[0], loss] for moment, loss in curve.points]
+    return {"curve": points, "accuracy": summary["eval"]["accuracy"]}
+
+
+def seconds_to(curve: list[list[float]], target: float) -> float:
+    return next(seconds for seconds, loss in curve if loss <= target)
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    for task, (read_data, _, _) in TASKS.items():
+        data = read_data()
+        for ailment, (remedy, hold_ups) in AILMENTS.items():
+            ratios: list[float] = []
+            accuracies: dict[str, list[float]] = {"sync": [], "remedy": []}
+            for seed in range(arguments.seeds):
+                runs = {
+                    name: train(task, data, seed, options, hold_ups)
+                    for name, options in (("sync", {}), ("remedy", remedy))
+                }
+                target = max(min(loss for _, loss in each["curve"]) for each in runs.values())
+                ratios.append(seconds_to(runs["sync"]["curve"], target) / seconds_to(runs["remedy"]["curve"], target))
+                for name, each in runs.items():
+                    accuracies[name].append(each["accuracy"])
+            results[f"{task}, {ailment}"] = {"ratios": ratios, "accuracies": accuracies}
+            if topology.rank == 0:
+                finals = ", ".join(
+                    f"{name} {statistics.mean(each):.4f} ({statistics.stdev(each) if len(each) > 1 else 0:.4f})"
+                    for name, each in accuracies.items()
+                )
+                print(
+                    f"{task}, {ailment}: sync takes {statistics.median(ratios):.2f} times as long "
+                    f"({min(ratios):.2f} to {max(ratios):.2f}); final accuracy {finals}",
+                    flush=True,
+                )
+    if topology.rank == 0:
+        path = Path(__file__).parent / "results" / "time_to_loss.json"
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--step-s", type=float, default=0.06, help="seconds of a micro-batch")
+    arguments = parser.parse_args()
+    main()
