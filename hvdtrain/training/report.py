@@ -8,6 +8,7 @@ from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.loggers.config import LoggingConfig
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
+from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.loss_scaling import overflowed_steps
 from hvdtrain.system.gpu_usage import gpu_gauges
 from hvdtrain.system.terminal import stdout_is_terminal
@@ -15,6 +16,7 @@ from hvdtrain.training.activations import Activations
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.metrics import reduced_results
 from hvdtrain.training.step_runner import StepRunner
+from hvdtrain.training.stragglers import possible_remedies
 
 
 class TrainingReport:
@@ -112,10 +114,9 @@ class TrainingReport:
             return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
         fractions = {"communication_fraction": None}
         if runner.strategy.in_lockstep:
-            fractions = runner.time_shares.summary(1000 * clock.seconds_per_step())
-            is_plain = runner.strategy.mode == "sync" and not runner.config.balancing.is_active
-            if fractions["skew"] and not is_plain:
-                fractions["skew"]["remedy"] = None  # It is one for sync mode with equal parts.
+            reduction = require_hooks(leaves_of(runner.model)[0]).reduction
+            remedies = possible_remedies(runner.config, reduction, ranks_may_change=runner.collectives.may_change)
+            fractions = runner.time_shares.summary(1000 * clock.seconds_per_step(), remedies)
         return {
             "examples_per_second": runner.plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),

@@ -1,7 +1,7 @@
 """Where the time of a step is spent, measured inside the compiled step: input, computation, communication."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.system import devices
-from hvdtrain.training.stragglers import remedy
+from hvdtrain.training.stragglers import REMEDIES, remedy
 
 _CAPACITY = 1024
 """Steps that are kept between two calls of drain(); of more, the latest."""
@@ -163,8 +163,12 @@ class TimeShares:
         """Gathers the step times before they are overwritten; all ranks must call it every 512 steps."""
         self.all_steps.append(np.stack(self._collectives.allgather(self._times.drain())))
 
-    def summary(self, step_ms: float) -> dict[str, Any]:
-        """Fractions of a step of ``step_ms`` milliseconds on average, and the skew; all ranks must call it."""
+    def summary(self, step_ms: float, remedies: Collection[str] = REMEDIES) -> dict[str, Any]:
+        """Fractions of a step of ``step_ms`` milliseconds on average, and the skew; all ranks must call it.
+
+        Args:
+            remedies: those that may be recommended.
+        """
         self.exchange()
         hosts = self._collectives.allgather(self._host)
         times = np.concatenate(self.all_steps, axis=1)
@@ -181,16 +185,17 @@ class TimeShares:
             "input_fraction": input_fraction,
             "compute_fraction": max(0.0, 1 - input_fraction - communication_fraction),
             "communication_fraction": communication_fraction,
-            "skew": None if len(hosts) == 1 else skew(ready, hosts),
+            "skew": None if len(hosts) == 1 else skew(ready, hosts, remedies),
         }
 
 
-def skew(ready: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
+def skew(ready: np.ndarray, hosts: Sequence[str], remedies: Collection[str] = REMEDIES) -> dict[str, Any]:
     """Which rank is the last to finish its gradients, how often, and what waiting for it costs.
 
     Args:
         ready: seconds until a rank has the gradients of a step; shape ``[ranks, steps]``.
         hosts: the host of each rank.
+        remedies: those that may be recommended.
     """
     last = np.bincount(np.argmax(ready, axis=0), minlength=len(hosts))
     slowest = int(np.argmax(last))
@@ -200,5 +205,5 @@ def skew(ready: np.ndarray, hosts: Sequence[str]) -> dict[str, Any]:
         "slowest_host": hosts[slowest],
         "slowest_share": float(last[slowest] / last.sum()),
         "ratio": float(medians[slowest] / np.median(medians)),
-        "remedy": remedy(ready),
+        "remedy": remedy(ready, remedies),
     }

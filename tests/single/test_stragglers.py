@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 
 from hvdtrain.commands.doctor.speed import describe
-from hvdtrain.training.stragglers import remedy
+from hvdtrain.config.fields import with_options
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.training.config import StepConfig
+from hvdtrain.training.stragglers import possible_remedies, remedy
 
 STEPS = 400
 
@@ -37,6 +40,27 @@ def test_hold_ups_call_for_a_quorum():
     ready = times(*[0.1] * 4, noise=0.0)
     ready[np.arange(STEPS) % 4, np.arange(STEPS)] *= np.where(np.arange(STEPS) % 10 == 0, 4, 1)
     assert remedy(ready) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reduction", "elastic", "possible"),
+    [
+        ({}, {}, False, ["balance", "quorum"]),
+        ({}, {}, True, ["balance"]),
+        ({"jit_compile": True}, {}, False, ["quorum"]),
+        ({"sync_batchnorm": True}, {}, False, ["balance"]),
+        ({}, {"compression": "fp16"}, False, ["balance"]),
+        ({}, {"op": "adasum"}, False, []),
+        ({"balance": True}, {}, False, []),
+        ({"mode": "local"}, {}, False, []),
+    ],
+)
+def test_only_what_other_options_allow_is_recommended(options, reduction, elastic, possible):
+    config = with_options(StepConfig(), options)
+    found = possible_remedies(config, ReductionConfig(**reduction), ranks_may_change=elastic)
+    assert found == possible
+    ready = times(1, 1, 1, 4)
+    assert (remedy(ready, found) is not None) == ("balance" in possible)
 
 
 def test_doctor_names_the_slowest_rank():
