@@ -1,0 +1,29 @@
+"""Hides optional packages from Keras and TensorFlow when they are imported.
+
+Python imports this module at each start with this folder on PYTHONPATH, as the ranks of tests have it. Keras and
+TensorFlow then start as in an installation without the development dependencies, in 2.9 s of CPU time instead of
+4.3 s; a full run of the tests starts hundreds of ranks. All other modules find the packages.
+"""
+
+import sys
+
+OPTIONAL_PACKAGES = ("matplotlib", "pandas", "sklearn")
+
+
+class HiddenPackages:
+    """A finder that raises ModuleNotFoundError for an optional package that a module of Keras or TensorFlow imports."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in OPTIONAL_PACKAGES:
+            return None
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+            frame = frame.f_back
+        importer = frame.f_globals.get("__name__", "") if frame is not None else ""
+        # Not from a function: that is where Keras imports a package because someone uses it.
+        if importer.partition(".")[0] in ("keras", "tensorflow") and frame.f_code.co_name == "<module>":
+            raise ModuleNotFoundError(f"tests/lean_start hides {name} from {importer}", name=name)
+        return None
+
+
+sys.meta_path.insert(0, HiddenPackages())
