@@ -19,8 +19,6 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent.parent
-# Makes the start of Python in a rank cheaper.
-LEAN_START = TESTS.parent / "lean_start"
 LOG_TAIL_LINES = 60
 _PREFIX = "hvdtrain: "
 # Parameters of a test that belong to the long tier.
@@ -69,7 +67,7 @@ class Job:
             text=True,
             errors="replace",
             cwd=cwd,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(), name: value},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", name: value},
             start_new_session=True,
         )
         # Read on a thread: otherwise the job blocks when the pipe is full.
@@ -151,10 +149,6 @@ class Job:
         for pid in [self._launcher.pid, *self.processes()]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def _python_path() -> str:
-    return os.pathsep.join([str(LEAN_START), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def listening() -> dict[int, str]:
