@@ -1,4 +1,4 @@
-"""Hides optional packages from Keras and TensorFlow when they are imported.
+"""Hides optional packages from Keras, TensorFlow and scikit-learn when these are imported.
 
 Python imports this module at each start with this folder on PYTHONPATH: see .ci/run, which runs the slow tests this
 way, and the quick ones without. hvdtrain's trainer is then imported in 2.9 s of CPU time instead of 3.8 s. All other
@@ -11,7 +11,7 @@ OPTIONAL_PACKAGES = ("matplotlib", "pandas", "sklearn")
 
 
 class HiddenPackages:
-    """A finder that raises ModuleNotFoundError for an optional package that a module of Keras or TensorFlow imports."""
+    """A finder that raises ModuleNotFoundError for an optional package that one of these three imports."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in OPTIONAL_PACKAGES:
@@ -21,7 +21,7 @@ class HiddenPackages:
             frame = frame.f_back
         importer = frame.f_globals.get("__name__", "") if frame is not None else ""
         # Not from a function: that is where Keras imports a package because someone uses it.
-        if importer.partition(".")[0] in ("keras", "tensorflow") and frame.f_code.co_name == "<module>":
+        if importer.partition(".")[0] in ("keras", "tensorflow", "sklearn") and frame.f_code.co_name == "<module>":
             raise ModuleNotFoundError(f"tests/lean_start hides {name} from {importer}", name=name)
         return None
 
