@@ -38,6 +38,7 @@ def train_alone(program):
         return optimizer
 
     model, x, y = made(program, wrap)
+    model.run_eagerly = True  # for so few steps, a graph costs more than it saves
     initial = weights(model)
     model.fit(x, y, GLOBAL_BATCH, shuffle=False, verbose=0)
     assert max(np.max(np.abs(a - b)) for a, b in zip(weights(model), initial, strict=True)) > 1e-4
@@ -87,8 +88,16 @@ def weights(model):
     return [variable.numpy() for variable in model.weights]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+def parameters():
+    """Every program in every way. A task is trained by a Trainer: CI runs one of the two, the long tier both."""
+    for number, program in enumerate(PROGRAMS):
+        for way in WAYS:
+            is_refused = program.__name__ in REFUSED_AS_TASK
+            often = is_refused or way in ("fit", ("trainer", "task")[number % 2])
+            yield pytest.param(program, way, id=f"{program.__name__}-{way}", marks=[] if often else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("program", "way"), parameters())
 def test_program(program, way, tmp_path, record_property):
     folder = Path(COLLECTIVES.allgather(str(tmp_path / "run"))[0])
     refusal = (REFUSED_AS_TASK if way == "task" else REFUSED).get(program.__name__)

@@ -22,7 +22,7 @@ greater; at most 1e-6 is allowed. "refused": hvdtrain raises an error that begin
 Models with embeddings under Adam or RMSprop are compared with one process that sums the entries of a row, see
 [numerics.md](numerics.md#embeddings).
 
-`launch/run pytest -m slow tests/conformance` repeats the comparison; `tests/conformance/table.py` writes this page from
+`launch/run pytest -m long tests/conformance` repeats the comparison; `tests/conformance/table.py` writes this page from
 its results.
 """
 

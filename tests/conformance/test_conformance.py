@@ -5,13 +5,15 @@ from launcher import run_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES = 66
+NUM_CASES, NUM_QUICK_CASES = 66, 48
 
 
 def test_programs_on_two_ranks(tmp_path):
-    run_cases("programs", ranks=2, minimum=NUM_CASES, folder=tmp_path, timeout_s=600)
+    run_cases("programs", ranks=2, minimum=NUM_QUICK_CASES, folder=tmp_path, timeout_s=600)
 
 
 @pytest.mark.long
-def test_programs_on_four_ranks(tmp_path):
-    run_cases("programs", ranks=4, minimum=NUM_CASES, folder=tmp_path, timeout_s=1800)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_programs_in_all_ways(ranks, tmp_path):
+    more = ["-m", "long or not long"]
+    run_cases("programs", *more, ranks=ranks, minimum=NUM_CASES, folder=tmp_path, timeout_s=1800)

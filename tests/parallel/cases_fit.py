@@ -1,6 +1,8 @@
 """On all ranks: model.fit with DistributedOptimizer and hvdtrain.callbacks.distributed."""
 
 import csv
+import functools
+import itertools
 
 import keras
 import numpy as np
@@ -289,21 +291,31 @@ def of_unknown_length(count=None) -> tf.data.Dataset:
 
 
 # The loss of ignore_class is reduced in the forward pass, before any gradient.
-@WITH_AND_WITHOUT
+MODELS = {
+    "graph": {},
+    "three steps a call": {"steps_per_execution": 3},
+    "eager": {"run_eagerly": True, "metrics": None},
+    "loss over ranks": {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)},
+}
+# Each two values of two parameters together; the long tier has all combinations.
+OFTEN = {
+    (distributed, "graph", False),
+    (list, "graph", True),
+    (distributed, "loss over ranks", True),
+    (list, "loss over ranks", False),
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("callbacks", "name", "validates"),
     [
-        {},
-        pytest.param({"steps_per_execution": 3}, marks=pytest.mark.long),
-        pytest.param({"run_eagerly": True, "metrics": None}, marks=pytest.mark.long),
-        {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)},
+        pytest.param(*each, marks=[] if each in OFTEN else pytest.mark.long)
+        for each in itertools.product((distributed, list), MODELS, (False, True))
     ],
-    ids=["graph", "three steps a call", "eager", "loss over ranks"],
 )
-@pytest.mark.parametrize("validates", [False, True])
-def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(callbacks, options, validates):
+def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(callbacks, name, validates):
     arguments = {"y": None, "batch_size": None, "validation_data": TEST_SHARD if validates else None}
-    model = compiled(**options)
+    model = compiled(**MODELS[name])
     fit(callbacks(), model, epochs=2, x=of_unknown_length(), **arguments)
     short = of_unknown_length(5 * BATCH if RANK == 1 else len(SHARD_X))
     with pytest.raises(UsageError, match=r"Received: rank 1 ended epoch 1 after 5 steps, and other ranks have more"):
@@ -357,6 +369,15 @@ def test_updates_that_average_nothing_are_detected(uses_optimizer):
         fit(distributed(), model)
 
 
+@functools.cache
+def weights_alone(count: int) -> list[np.ndarray]:
+    """The weights after a training on the first samples in one process."""
+    alone = dense_model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss())
+    alone.fit(X[:count], Y[:count], batch_size=BATCH * SIZE, epochs=2, shuffle=False, verbose=0)
+    return values(alone.weights)
+
+
 @pytest.mark.parametrize("kind", ["arrays", "samples", "unknown length"])
 def test_sharded_data_trains_as_one_process(kind):
     """With a number of samples that the ranks cannot divide; SGD sees the same batches."""
@@ -371,11 +392,7 @@ def test_sharded_data_trains_as_one_process(kind):
             dataset = dataset.filter(lambda *_: True)
         data = {"x": hvdtrain.shard(dataset).batch(BATCH), "y": None, "batch_size": None}
     model, _ = fit(distributed(), **data, shuffle=False, epochs=2)
-    alone = dense_model()
-    alone.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss())
-    used = count // SIZE * SIZE
-    alone.fit(x[:used], y[:used], batch_size=BATCH * SIZE, epochs=2, shuffle=False, verbose=0)
-    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-6
+    assert relative_difference(values(model.weights), weights_alone(count // SIZE * SIZE)) < 1e-6
 
 
 def test_layers_adapted_on_shards_compute_alike_on_all_ranks():

@@ -2,9 +2,15 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 
 def train_alone(model: keras.Model, x, y, *, global_batch: int, seed: int, steps: int, shuffle: bool = True) -> None:
+    # Keras' own step, traced once: with all variables, and for batches of any size.
+    model.optimizer.build(model.trainable_variables)
+    data = tuple(tf.constant(each, keras.config.floatx() if each.dtype.kind == "f" else None) for each in (x, y))
+    signature = tuple(tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in data)
+    train_step = tf.function(model.train_step, input_signature=[signature], autograph=False)
     step = epoch = 0
     while step < steps:
         order = np.arange(len(x))
@@ -14,6 +20,6 @@ def train_alone(model: keras.Model, x, y, *, global_batch: int, seed: int, steps
             if step == steps:
                 return
             batch = order[first : first + global_batch]
-            model.train_on_batch(x[batch], y[batch])
+            train_step(tuple(tf.gather(each, batch) for each in data))
             step += 1
         epoch += 1

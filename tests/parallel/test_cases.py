@@ -13,7 +13,7 @@ JOBS = {
     ("training", 2): 41,
     ("faults", 2): 19,
     ("callbacks", 2): 15,
-    ("fit", 2): 36,
+    ("fit", 2): 32,
     ("metrics", 2): 35,
     ("resume", 2): 14,
     ("local_sgd", 2): 27,

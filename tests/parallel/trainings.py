@@ -1,6 +1,8 @@
 """Small training runs that the cases share: by the trainer on all ranks, and by plain Keras on the whole batch."""
 
 import contextlib
+import functools
+from collections.abc import Sequence
 
 import keras
 import numpy as np
@@ -67,10 +69,10 @@ def regularized_model() -> keras.Model:
     return keras.Sequential([layers.Input((6,)), dense, layers.Dense(NUM_CLASSES)])
 
 
-def compiled(make_model, optimizer, seed: int = 100) -> keras.Model:
+def compiled(make_model, optimizer, seed: int = 100, metrics: Sequence[str] = ("accuracy",)) -> keras.Model:
     keras.utils.set_random_seed(seed)
     model = make_model()
-    model.compile(optimizer=optimizer, loss=loss(), metrics=["accuracy"])
+    model.compile(optimizer=optimizer, loss=loss(), metrics=list(metrics))
     return model
 
 
@@ -83,10 +85,16 @@ def trained(make_model, optimizer, source=None, **options) -> tuple[keras.Model,
 
 
 def alone(make_model, optimizer, *, shuffle: bool = True) -> keras.Model:
-    model = compiled(make_model, optimizer)
+    model = compiled(make_model, optimizer, metrics=())
     train_alone(model, X, Y, global_batch=GLOBAL_BATCH, seed=5, steps=STEPS, shuffle=shuffle)
     model.optimizer.finalize_variable_values(model.trainable_variables)  # as model.fit does at its end
     return model
+
+
+@functools.cache
+def weights_alone(make_model, make_optimizer, *, shuffle: bool = True, **options) -> list[np.ndarray]:
+    """The weights after a training in one process; trained once for all cases with these arguments."""
+    return values(alone(make_model, make_optimizer(**options), shuffle=shuffle).weights)
 
 
 @contextlib.contextmanager
