@@ -92,13 +92,20 @@ class Soak:
     def _changes(self) -> int:
         return self.output.count("hvdtrain elastic: generation")
 
+    def _has_trained(self) -> bool:
+        """Whether it has logged steps since all processes last started: if one is lost before, all start again."""
+        log = self.run_dir / "metrics.jsonl"
+        lines = log.read_text().splitlines() if log.exists() else []
+        starts = [i for i, line in enumerate(lines) if '"event": "start"' in line]
+        return any('"event": "train"' in line for line in lines[starts[-1] if starts else 0 :])
+
     def _settle(self) -> bool:
         """Waits until the job trains with all its processes; False if it has ended."""
-        until_s = time.monotonic() + 90
+        until_s = time.monotonic() + 180
         while self.job.poll() is None:
             lines = [line for line in self.output.splitlines() if line.startswith("hvdtrain elastic: generation")]
             ranks = int(lines[-1].split(": ")[2].split()[0]) if lines else 0
-            if ranks >= 1 and ranks == min(MOST, len(self.members())):
+            if ranks >= 1 and ranks == min(MOST, len(self.members())) and self._has_trained():
                 return True
             if time.monotonic() > until_s:
                 raise SystemExit(f"the job does not train: {self.output[-3000:]}")
