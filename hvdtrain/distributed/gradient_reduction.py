@@ -20,7 +20,7 @@ class ReducedGradients:
     buckets: Sequence[tf.Tensor]
     """The reduced buckets; for sparse gradients, the values of all ranks."""
     unpack: Callable[[Sequence[tf.Tensor]], list[Gradient]]
-    """Takes the gradients out of buckets."""
+    """Takes the gradients out of buckets; a scalar stands for all gradients of its bucket."""
     lost: Sequence[tf.Tensor] = ()
     """What compression has left out of this rank's buckets."""
     sum_over_ranks: "StepSum" = list

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import MAX_MESSAGE_BYTES, blocks, in_pieces, piece_bounds
+from hvdtrain.distributed.bounded_messages import (
+    arrival,
+    groups_of_bounded_size,
+    in_pieces,
+    message_bounds,
+    num_bytes,
+)
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
@@ -23,6 +29,7 @@ from hvdtrain.distributed.gradient_reduction import (
     with_values,
 )
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.variable_broadcast import overwrite_with_received
 from hvdtrain.errors import UsageError
 from hvdtrain.system import environment, network, versions
 from hvdtrain.system.launcher import Launcher
@@ -117,19 +124,24 @@ class HorovodCollectives:
         if self.size == 1:
             return list(tensors)
         # Eager operations run on the thread that calls them.
-        sent = [tf.cast(each, tf.float32) if each.dtype in _HALVES else each for each in tensors]
-        totals: list[tf.Tensor] = list(sent)
-        large = [i for i, each in enumerate(sent) if each.shape.num_elements() * each.dtype.size > MAX_MESSAGE_BYTES]
-        for i in large:
-            totals[i] = self._allreduce(sent[i], self._hvd.Sum, "hvdtrain_large_sum")
-        for dtype in sorted({each.dtype.name for each in sent}):
-            members = [i for i, each in enumerate(sent) if each.dtype.name == dtype and i not in large]
-            if members:
-                group = [sent[i] for i in members]
-                found = self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **self._call_options)
-                for i, total in zip(members, found, strict=True):
-                    totals[i] = total
-        return [tf.cast(total, each.dtype) for total, each in zip(totals, tensors, strict=True)]
+        totals: list[tf.Tensor] = list(tensors)
+        for dtype in sorted({each.dtype.name for each in tensors}):
+            members = [i for i, each in enumerate(tensors) if each.dtype.name == dtype]
+            # Horovod counts the elements of a group in 32 bits.
+            for group in groups_of_bounded_size([num_bytes(tensors[i]) for i in members]):
+                self._sum_together([members[i] for i in group], totals)
+        return totals
+
+    def _sum_together(self, members: Sequence[int], totals: list[tf.Tensor]) -> None:
+        """Replaces tensors of one dtype by their sums over ranks, in one message if there are several."""
+        dtype = totals[members[0]].dtype
+        if len(members) == 1:
+            totals[members[0]] = self._allreduce(totals[members[0]], self._hvd.Sum, "hvdtrain_sum_of_one")
+            return
+        sent = [tf.cast(totals[i], tf.float32) if dtype in _HALVES else totals[i] for i in members]
+        found = self._hvd.grouped_allreduce(sent, op=self._hvd.Sum, **self._call_options)
+        for i, total in zip(members, found, strict=True):
+            totals[i] = tf.cast(total, dtype)
 
     def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
         if not self._hvd.mpi_enabled():
@@ -169,26 +181,7 @@ class HorovodCollectives:
             received = hvd.broadcast(sent, self._global_rank(root_rank), name=name, **call_options)
             return received if is_bool else tf.bitcast(received, tensor.dtype)
 
-        def overwrite() -> None:
-            for i, variable in enumerate(variables):
-                if list(blocks(variable.shape, variable.dtype.size)) == [()]:
-                    variable.assign(send(variable.value(), f"hvdtrain_broadcast_{i}"))
-
-        compiled(overwrite)()
-        for variable in variables:
-            indices = list(blocks(variable.shape, variable.dtype.size))
-            if indices != [()]:
-                # One block after the other; written into the variable, TensorFlow would copy it at each later read.
-                value, pieces = variable.value(), []
-                for block in indices:
-                    piece = tf.reshape(send(value[block], "hvdtrain_broadcast_block"), [-1])
-                    if self.rank != root_rank:
-                        pieces.append(piece)
-                del value, piece
-                if pieces:
-                    received = tf.reshape(tf.concat(pieces, axis=0), variable.shape)
-                    pieces.clear()
-                    variable.assign(received)
+        overwrite_with_received(variables, send, is_root=self.rank == root_rank)
 
     def _global_rank(self, rank: int) -> int:
         return rank
@@ -200,7 +193,7 @@ class HorovodCollectives:
         own = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
         sizes = self._allgather(np.array([own.size]), "hvdtrain_allgather_sizes")
         received = [bytearray() for _ in sizes]
-        for start, end in piece_bounds(int(max(sizes)), element_bytes=self.size):
+        for start, end in message_bounds(int(max(sizes)), element_bytes=self.size):
             together = self._allgather(own[start:end], "hvdtrain_allgather")
             ends = np.cumsum(np.clip(sizes - start, 0, end - start))
             for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
@@ -219,10 +212,12 @@ class HorovodCollectives:
         """
 
         def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
-            return self._hvd.allreduce(piece, op=op, name=name + suffix, **self._call_options)
+            sent = tf.cast(piece, tf.float32) if is_half else piece
+            found = self._hvd.allreduce(sent, op=op, name=name + suffix, **self._call_options)
+            return tf.cast(found, tensor.dtype)
 
         is_half = tensor.dtype in _HALVES and not in_half
-        return tf.cast(in_pieces(tf.cast(tensor, tf.float32) if is_half else tensor, send), tensor.dtype)
+        return in_pieces(tensor, send)
 
     def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         if self.size == 1:
@@ -283,8 +278,15 @@ class HorovodCollectives:
         return total
 
     def _reduce_buckets(self, packed: Sequence[tf.Tensor], op: Any, name: str, **options: bool) -> list[tf.Tensor]:
+        reduced: list[tf.Tensor] = []
+        last: list[tf.Tensor] = []
         with tf.control_dependencies(packed if are_sent_together(self.size, self.local_size) else []):
-            return [self._allreduce(each, op, f"{name}_{i}", **options) for i, each in enumerate(packed)]
+            # Each result takes memory from when its reduction is begun; what was sent is free when it has ended.
+            for group in groups_of_bounded_size(map(num_bytes, packed)):
+                with tf.control_dependencies(list(map(arrival, last))):
+                    last = [self._allreduce(packed[i], op, f"{name}_{i}", **options) for i in group]
+                reduced += last
+        return reduced
 
     def _next_reducer_name(self) -> str:
         self._num_reducers += 1

@@ -16,6 +16,8 @@ from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.training.step_times import StepTimes
 
 _NOT_FINITE = "hvdtrain: the averaged gradient is not finite"
+_HELD_BYTES = 16 << 20
+"""Of this rank's gradients, so many bytes are kept until the step is known to be finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +124,12 @@ class GradientMonitor:
         flags = self._finite
         assert flags is not None
         positions = [[self._positions[id(variable)]] for variable in variables]
+        sent = _with_sums(reduced.sent)
 
         # Not inlined: even if they do not run, the executor processes each of its operations at every step.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def record_culprits() -> None:
-            own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(reduced.sent)]
+            own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(sent)]
             flags.scatter_nd_update(positions, [tf.reduce_all(each) for each in own])
             self._loss_was_finite.assign(self._loss_is_finite)
 
@@ -248,6 +251,24 @@ def _half_squared_norm(bucket: tf.Tensor) -> tf.Tensor:
     # Squares of float16 overflow long before the gradient does.
     is_half = bucket.dtype in (tf.float16, tf.bfloat16)
     return tf.cast(tf.nn.l2_loss(tf.cast(bucket, tf.float32) if is_half else bucket), tf.float32)
+
+
+def _with_sums(buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The buckets up to ``_HELD_BYTES`` together, and of others the sums: it is finite if all of its elements are.
+
+    Gradients are no longer needed once they are sent. Kept for the search for NaN, those of a large model would take
+    as much memory as the model.
+    """
+    held, result = 0, []
+    for bucket in buckets:
+        count = bucket.shape.num_elements()
+        if count is None or held + count * bucket.dtype.size <= _HELD_BYTES:
+            held += (count or 0) * bucket.dtype.size
+            result.append(bucket)
+        else:
+            is_half = bucket.dtype in (tf.float16, tf.bfloat16)
+            result.append(tf.reduce_sum(tf.cast(bucket, tf.float32) if is_half else bucket))
+    return result
 
 
 def culprits_text(culprits: Sequence[Culprit]) -> str:

@@ -361,7 +361,8 @@ def test_pure_half_precision(policy, way):
 @pytest.mark.parametrize("max_message_bytes", [64, 1 << 30])
 def test_messages_of_bounded_size(max_message_bytes, monkeypatch):
     """What is larger than a message is sent in several."""
-    monkeypatch.setattr(bounded_messages, "MAX_MESSAGE_BYTES", max_message_bytes)
+    for border in ("MAX_MESSAGE_BYTES", "PIECE_BYTES"):
+        monkeypatch.setattr(bounded_messages, border, max_message_bytes)
     shapes = [(), (3,), (100,), (5, 40), (2, 1, 33), (40, 3)]
     own = [np.random.default_rng([RANK, i]).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
     everyone = COLLECTIVES.allgather((RANK, own))
