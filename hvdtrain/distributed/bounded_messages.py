@@ -23,15 +23,12 @@ def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) ->
         send: receives a tensor and a suffix for the name of the message, the same on every rank.
     """
     num_elements, element_bytes = tensor.shape.num_elements(), tensor.dtype.size
-    if num_elements is None or num_elements * element_bytes <= PIECE_BYTES:
+    if not is_large(tensor):
         return send(tensor, "")
     width = row_width(tensor.shape, element_bytes)
     # An eager tensor cannot be overwritten: its Python object uses it.
     if width is None or tf.executing_eagerly():
-        flat = tf.reshape(tensor, [-1])
-        bounds = piece_bounds(num_elements, element_bytes)
-        pieces = [send(flat[start:end], f"_piece_{start}") for start, end in bounds]
-        return tf.reshape(tf.concat(pieces, axis=0), tensor.shape)
+        return tf.reshape(tf.concat(list(_sent_pieces(tensor, width, send)), axis=0), tensor.shape)
     rows = tf.reshape(tensor, [num_elements // width, width])
     for start, end in piece_bounds(num_elements // width, width * element_bytes):
         positions = tf.range(start, end, dtype=tf.int64)
@@ -39,6 +36,32 @@ def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) ->
         received = send(tf.gather(rows, positions), f"_piece_{start * width}")
         rows = tf.tensor_scatter_nd_update(rows, positions[:, tf.newaxis], received)
     return tf.reshape(rows, tensor.shape)
+
+
+def send_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
+    """Sends what :func:`in_pieces` sends, one piece after the other, for a rank that does not need what it returns.
+
+    Returns:
+        A small tensor, to be returned by the compiled function: TensorFlow removes operations without one that is.
+    """
+    if not is_large(tensor):
+        return arrival(send(tensor, ""))
+    width = row_width(tensor.shape, tensor.dtype.size)
+    return tf.concat([arrival(each) for each in _sent_pieces(tensor, width, send)], axis=0)
+
+
+def _sent_pieces(
+    tensor: tf.Tensor, width: int | None, send: Callable[[tf.Tensor, str], tf.Tensor]
+) -> Iterator[tf.Tensor]:
+    """The pieces that are received, as vectors, one after the other."""
+    width = width or 1
+    flat = tf.reshape(tensor, [-1])
+    last: list[tf.Tensor] = []
+    for start, end in piece_bounds(tensor.shape.num_elements() // width, width * tensor.dtype.size):
+        with tf.control_dependencies(last):
+            received = send(flat[start * width : end * width], f"_piece_{start * width}")
+            last = [arrival(received)]
+        yield received
 
 
 def row_width(shape: Sequence[int], element_bytes: int) -> int | None:
@@ -51,20 +74,6 @@ def row_width(shape: Sequence[int], element_bytes: int) -> int | None:
     smallest = min(_MIN_WIDTH_BYTES, PIECE_BYTES)
     fitting = [each for each in widths if smallest <= each * element_bytes <= PIECE_BYTES]
     return max(fitting, default=None)
-
-
-def blocks(shape: Sequence[int], element_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor into blocks of at most ``PIECE_BYTES``, as slices of its leading dimensions."""
-    row_elements = math.prod(shape[1:])
-    if math.prod(shape) * element_bytes <= PIECE_BYTES:
-        yield ()
-    elif row_elements * element_bytes > PIECE_BYTES:
-        for i in range(shape[0]):
-            for rest in blocks(shape[1:], element_bytes):
-                yield (slice(i, i + 1), *rest)
-    else:
-        for start, end in piece_bounds(shape[0], row_elements * element_bytes):
-            yield (slice(start, end),)
 
 
 def piece_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]:
@@ -98,6 +107,11 @@ def groups_of_bounded_size(sizes: Iterable[int]) -> list[list[int]]:
 def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
     """The size of a tensor; 0 if it is not known when a function is compiled."""
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+def is_large(tensor: tf.Tensor | tf.Variable) -> bool:
+    """Whether a tensor is reduced or broadcast in pieces."""
+    return num_bytes(tensor) > PIECE_BYTES
 
 
 def arrival(received: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """Gradients, dense or sparse, before and after their reduction over ranks."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -27,6 +27,9 @@ class ReducedGradients:
     """Adds up what ranks compute from their reduced buckets, if each has other parts of the gradients."""
     gather: "Callable[[Sequence[Gradient]], list[Gradient]]" = list
     """The whole gradients, from each rank's parts."""
+    sums: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    """Of large buckets, by their positions in ``sent``: the sum of the elements, as sent. Results may overwrite them
+    in memory, which is not copied if nothing else uses them."""
 
     @property
     def gradients(self) -> list[Gradient]:
@@ -67,6 +70,11 @@ def is_sparse(gradient: Gradient) -> bool:
 def values_of(gradient: Gradient) -> tf.Tensor:
     """The elements of a gradient; of a sparse one, those of the rows that were used."""
     return gradient.values if is_sparse(gradient) else gradient
+
+
+def sum_of_elements(tensor: tf.Tensor) -> tf.Tensor:
+    """The sum, which is finite if all elements are; that of half precision in single precision."""
+    return tf.reduce_sum(tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor)
 
 
 def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:

@@ -1,7 +1,7 @@
 """The collectives over Horovod. The only module that imports horovod or mpi4py."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from hvdtrain.distributed.bounded_messages import (
     arrival,
     groups_of_bounded_size,
     in_pieces,
+    is_large,
     message_bounds,
     num_bytes,
 )
@@ -25,6 +26,7 @@ from hvdtrain.distributed.gradient_reduction import (
     StepSum,
     is_sparse,
     single_rank_reducer,
+    sum_of_elements,
     with_unique_rows,
     with_values,
 )
@@ -172,14 +174,9 @@ class HorovodCollectives:
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         if self.size == 1:
             return
-        hvd, call_options = self._hvd, self._call_options
 
         def send(tensor: tf.Tensor, name: str) -> tf.Tensor:
-            # As bytes: Horovod broadcasts neither bfloat16 nor uint32.
-            is_bool = tensor.dtype == tf.bool
-            sent = tensor if is_bool else tf.bitcast(tensor, tf.uint8)
-            received = hvd.broadcast(sent, self._global_rank(root_rank), name=name, **call_options)
-            return received if is_bool else tf.bitcast(received, tensor.dtype)
+            return self._hvd.broadcast(tensor, self._global_rank(root_rank), name=name, **self._call_options)
 
         overwrite_with_received(variables, send, is_root=self.rank == root_rank)
 
@@ -252,7 +249,8 @@ class HorovodCollectives:
             tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
             layout = bucket_layout(tensors, config.groups)
             packed = layout.pack(tensors)
-            buckets = self._reduce_buckets(packed, reduce_op, name)
+            sums = {i: sum_of_elements(each) for i, each in enumerate(packed) if is_large(each)}
+            buckets = self._reduce_buckets(packed, reduce_op, name, sums)
             gathered = [self._gather_slices(gradients[i], averages, f"{name}_rows_{i}") for i in sparse]
 
             def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
@@ -262,7 +260,7 @@ class HorovodCollectives:
                 return [found[i] for i in range(len(gradients))]
 
             sent = [*packed, *(gradients[i].values for i in sparse)]
-            return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack)
+            return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack, sums=sums)
 
         return reduce
 
@@ -273,17 +271,19 @@ class HorovodCollectives:
             nonlocal name
             name = name or self._next_reducer_name()
             layout = bucket_layout(tensors, num_buckets and min(num_buckets, len(tensors)))
-            return layout.unpack(self._reduce_buckets(layout.pack(tensors), self._hvd.Sum, name, in_half=True))
+            return layout.unpack(self._reduce_buckets(layout.pack(tensors), self._hvd.Sum, name, {}, in_half=True))
 
         return total
 
-    def _reduce_buckets(self, packed: Sequence[tf.Tensor], op: Any, name: str, **options: bool) -> list[tf.Tensor]:
+    def _reduce_buckets(
+        self, packed: Sequence[tf.Tensor], op: Any, name: str, sums: Mapping[int, tf.Tensor], **options: bool
+    ) -> list[tf.Tensor]:
         reduced: list[tf.Tensor] = []
         last: list[tf.Tensor] = []
         with tf.control_dependencies(packed if are_sent_together(self.size, self.local_size) else []):
             # Each result takes memory from when its reduction is begun; what was sent is free when it has ended.
             for group in groups_of_bounded_size(map(num_bytes, packed)):
-                with tf.control_dependencies(list(map(arrival, last))):
+                with tf.control_dependencies([*map(arrival, last), *(sums[i] for i in group if i in sums)]):
                     last = [self._allreduce(packed[i], op, f"{name}_{i}", **options) for i in group]
                 reduced += last
         return reduced

@@ -372,11 +372,21 @@ def test_messages_of_bounded_size(max_message_bytes, monkeypatch):
     variables = [tf.Variable(each) for each in own]
     variables += [tf.Variable(np.full(200, RANK == 0)), tf.Variable(tf.cast(own[3], tf.bfloat16))]
     reduce = COLLECTIVES.gradient_reducer(ReductionConfig(op="sum"))
-    for total, added, reduced in zip(
-        sums, COLLECTIVES.sum(own), reduce([*map(tf.constant, own)]).gradients, strict=True
-    ):
+
+    def reduced(tensors):
+        return reduce(tensors).gradients
+
+    tensors = [*map(tf.constant, own)]
+    compiled_reduction = tf.function(reduced, autograph=False)
+    ways = zip(COLLECTIVES.sum(own), reduced(tensors), compiled_reduction(tensors), strict=True)
+    for total, (added, eager, graph) in zip(sums, ways, strict=True):
         assert added == pytest.approx(total, abs=1e-5)
-        assert reduced.numpy() == pytest.approx(total, abs=1e-5)
+        assert eager.numpy() == pytest.approx(total, abs=1e-5)
+        assert graph.numpy() == pytest.approx(total, abs=1e-5)
+    assert all(np.array_equal(tensor.numpy(), value) for tensor, value in zip(tensors, own, strict=True))
+    together = COLLECTIVES.sum_on_this_thread(tensors)
+    for total, added in zip(sums, together, strict=True):
+        assert added.numpy() == pytest.approx(total, abs=1e-5)
     for total, added in zip(
         sums, COLLECTIVES.sum_tensors([*map(tf.constant, own)], f"bounded_{max_message_bytes}"), strict=True
     ):
