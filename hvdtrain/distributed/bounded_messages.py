@@ -1,7 +1,7 @@
 """Messages of bounded size: MPI counts elements in 32 bits, and Horovod silently corrupts larger messages."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -10,6 +10,8 @@ MAX_MESSAGE_BYTES = 1 << 30
 PIECE_BYTES = 64 << 20
 """A larger tensor is reduced or broadcast in pieces, one after the other. Results of at most as many bytes are received
 at the same time: they exist twice, as sent and as received."""
+MAX_MESSAGE_ELEMENTS = 2**31 - 1
+"""What all ranks together gather at most in one message."""
 _MIN_WIDTH_BYTES = 1 << 10
 
 
@@ -33,9 +35,24 @@ def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) ->
     for start, end in piece_bounds(num_elements // width, width * element_bytes):
         positions = tf.range(start, end, dtype=tf.int64)
         # TensorFlow overwrites a tensor in place if nothing else uses it, so that what is sent must be a copy.
-        received = send(tf.gather(rows, positions), f"_piece_{start * width}")
-        rows = tf.tensor_scatter_nd_update(rows, positions[:, tf.newaxis], received)
+        received = send(tf.reshape(tf.gather(rows, positions), [-1]), f"_piece_{start * width}")
+        rows = tf.tensor_scatter_nd_update(rows, positions[:, tf.newaxis], tf.reshape(received, [-1, width]))
     return tf.reshape(rows, tensor.shape)
+
+
+def in_columns(matrix: tf.Tensor, num_rows: int, gather: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
+    """Gathers the rows of all ranks, in several blocks of columns if they may be more than a message counts.
+
+    Args:
+        num_rows: what all ranks have together at most; 0 if it is not known.
+        gather: receives columns and a suffix for the name of the message, the same on every rank.
+    """
+    width = matrix.shape[1] if matrix.shape.rank == 2 else None
+    if width is None or num_rows * width <= MAX_MESSAGE_ELEMENTS:
+        return gather(matrix, "")
+    step = max(1, MAX_MESSAGE_ELEMENTS // num_rows)
+    blocks = [gather(matrix[:, start : start + step], f"_{start}") for start in range(0, width, step)]
+    return tf.concat(blocks, axis=1)
 
 
 def send_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
@@ -91,11 +108,11 @@ def _bounds(num_elements: int, element_bytes: int, max_bytes: int) -> list[tuple
     return [(start, min(start + step, num_elements)) for start in range(0, num_elements, step)]
 
 
-def groups_of_bounded_size(sizes: Iterable[int]) -> list[list[int]]:
+def groups_of_bounded_size(tensors: Sequence[tf.Tensor | tf.Variable]) -> list[list[int]]:
     """The positions of tensors, in order, in groups of at most ``PIECE_BYTES`` or of one tensor."""
     groups: list[list[int]] = []
     filled = 0
-    for i, size in enumerate(sizes):
+    for i, size in enumerate(map(num_bytes, tensors)):
         if not groups or filled + size > PIECE_BYTES:
             groups.append([])
             filled = 0

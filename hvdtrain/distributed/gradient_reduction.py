@@ -95,6 +95,12 @@ def with_unique_rows(gradient: Gradient) -> Gradient:
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
+def most_rows(gradient: tf.IndexedSlices) -> int:
+    """The number of rows that a sparse gradient has at most if each is in it once; 0 if it is not known."""
+    shape = tf.get_static_value(gradient.dense_shape)
+    return 0 if shape is None else int(shape[0])
+
+
 def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
     """The mean over the samples that were not left out.
 

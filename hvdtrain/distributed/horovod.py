@@ -7,14 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import (
-    arrival,
-    groups_of_bounded_size,
-    in_pieces,
-    is_large,
-    message_bounds,
-    num_bytes,
-)
+from hvdtrain.distributed import bounded_messages
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
@@ -25,6 +18,7 @@ from hvdtrain.distributed.gradient_reduction import (
     ReducedGradients,
     StepSum,
     is_sparse,
+    most_rows,
     single_rank_reducer,
     sum_of_elements,
     with_unique_rows,
@@ -130,7 +124,7 @@ class HorovodCollectives:
         for dtype in sorted({each.dtype.name for each in tensors}):
             members = [i for i, each in enumerate(tensors) if each.dtype.name == dtype]
             # Horovod counts the elements of a group in 32 bits.
-            for group in groups_of_bounded_size([num_bytes(tensors[i]) for i in members]):
+            for group in bounded_messages.groups_of_bounded_size([tensors[i] for i in members]):
                 self._sum_together([members[i] for i in group], totals)
         return totals
 
@@ -190,7 +184,7 @@ class HorovodCollectives:
         own = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
         sizes = self._allgather(np.array([own.size]), "hvdtrain_allgather_sizes")
         received = [bytearray() for _ in sizes]
-        for start, end in message_bounds(int(max(sizes)), element_bytes=self.size):
+        for start, end in bounded_messages.message_bounds(int(max(sizes)), element_bytes=self.size):
             together = self._allgather(own[start:end], "hvdtrain_allgather")
             ends = np.cumsum(np.clip(sizes - start, 0, end - start))
             for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
@@ -209,12 +203,10 @@ class HorovodCollectives:
         """
 
         def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
-            sent = tf.cast(piece, tf.float32) if is_half else piece
-            found = self._hvd.allreduce(sent, op=op, name=name + suffix, **self._call_options)
-            return tf.cast(found, tensor.dtype)
+            sent = tf.cast(piece, tf.float32) if piece.dtype in _HALVES and not in_half else piece
+            return tf.cast(self._hvd.allreduce(sent, op=op, name=name + suffix, **self._call_options), piece.dtype)
 
-        is_half = tensor.dtype in _HALVES and not in_half
-        return in_pieces(tensor, send)
+        return bounded_messages.in_pieces(tensor, send)
 
     def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         if self.size == 1:
@@ -249,7 +241,7 @@ class HorovodCollectives:
             tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
             layout = bucket_layout(tensors, config.groups)
             packed = layout.pack(tensors)
-            sums = {i: sum_of_elements(each) for i, each in enumerate(packed) if is_large(each)}
+            sums = {i: sum_of_elements(each) for i, each in enumerate(packed) if bounded_messages.is_large(each)}
             buckets = self._reduce_buckets(packed, reduce_op, name, sums)
             gathered = [self._gather_slices(gradients[i], averages, f"{name}_rows_{i}") for i in sparse]
 
@@ -282,8 +274,9 @@ class HorovodCollectives:
         last: list[tf.Tensor] = []
         with tf.control_dependencies(packed if are_sent_together(self.size, self.local_size) else []):
             # Each result takes memory from when its reduction is begun; what was sent is free when it has ended.
-            for group in groups_of_bounded_size(map(num_bytes, packed)):
-                with tf.control_dependencies([*map(arrival, last), *(sums[i] for i in group if i in sums)]):
+            for group in bounded_messages.groups_of_bounded_size(packed):
+                first = [sums[i] for i in group if i in sums]
+                with tf.control_dependencies([*first, *map(bounded_messages.arrival, last)]):
                     last = [self._allreduce(packed[i], op, f"{name}_{i}", **options) for i in group]
                 reduced += last
         return reduced
@@ -302,10 +295,12 @@ class HorovodCollectives:
     def _gather_slices(self, own: tf.IndexedSlices, averages: bool, name: str) -> tf.IndexedSlices:
         """The mean or the sum over ranks of a sparse gradient; each row once."""
         own = with_unique_rows(own)  # fewer rows to send
-        is_bfloat16 = own.values.dtype == tf.bfloat16
-        values = self._hvd.allgather(
-            tf.cast(own.values, tf.float32) if is_bfloat16 else own.values, name=f"{name}_values", **self._call_options
-        )
+        sent = tf.cast(own.values, tf.float32) if own.values.dtype == tf.bfloat16 else own.values
+
+        def gather(columns: tf.Tensor, suffix: str) -> tf.Tensor:
+            return self._hvd.allgather(columns, name=f"{name}_values{suffix}", **self._call_options)
+
+        values = bounded_messages.in_columns(sent, self.size * most_rows(own), gather)
         rows = self._hvd.allgather(own.indices, name=f"{name}_indices", **self._call_options)
         values = tf.cast(values, own.values.dtype) / tf.cast(self.num_ranks() if averages else 1, own.values.dtype)
         return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
@@ -321,6 +316,8 @@ class HorovodCollectives:
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
             # One by one: Adasum uses the angle between two ranks' gradients of each variable.
             tensors = list(map(tf.convert_to_tensor, gradients))
+            if any(bounded_messages.num_bytes(each) > bounded_messages.MAX_MESSAGE_BYTES for each in tensors):
+                raise UsageError("op='adasum' needs gradients of at most 1 GiB. Use op='average' or local_layers.")
             reduced = [self._hvd.allreduce(each, op=self._hvd.Adasum, **self._call_options) for each in tensors]
             return ReducedGradients(tensors, reduced, list)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import groups_of_bounded_size, in_pieces, num_bytes, send_pieces
+from hvdtrain.distributed.bounded_messages import groups_of_bounded_size, in_pieces, send_pieces
 from hvdtrain.distributed.compiled import compiled
 
 
@@ -23,7 +23,7 @@ def overwrite_with_received(
     def overwrite() -> list[tf.Tensor]:
         last: list[tf.Operation | tf.Tensor] = []
         sent: list[tf.Tensor] = []
-        for group in groups_of_bounded_size(map(num_bytes, variables)):
+        for group in groups_of_bounded_size(variables):
             with tf.control_dependencies(last):
                 last = [overwrite_one(i, variables[i]) for i in group]
             sent += [each for each in last if isinstance(each, tf.Tensor)]

@@ -77,7 +77,7 @@ def test_a_rank_that_needs_no_results_sends_the_same_pieces(shape, piece_bytes):
         sent = []
 
         def send(piece, suffix, sent=sent):
-            sent.append((suffix, piece.shape.num_elements()))
+            sent.append((suffix, piece.shape.as_list()))
             return tf.identity(piece)
 
         tf.function(lambda tensor, function=function, send=send: function(tensor, send), autograph=False)(tensor)
@@ -85,7 +85,26 @@ def test_a_rank_that_needs_no_results_sends_the_same_pieces(shape, piece_bytes):
     assert both[0] == both[1]
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "widths"), [(0, [7]), (10, [7]), (12, [6, 1]), (40, [2, 2, 2, 1]), (999, [1] * 7)]
+)
+def test_rows_are_gathered_in_blocks_of_columns(num_rows, widths, monkeypatch):
+    monkeypatch.setattr(bounded_messages, "MAX_MESSAGE_ELEMENTS", 80)
+    matrix, sent, names = np.arange(35.0).reshape(5, 7), [], []
+
+    def gather(columns, suffix):
+        sent.append(columns.shape[1])
+        names.append(suffix)
+        return tf.concat([columns, -columns], axis=0)
+
+    found = bounded_messages.in_columns(tf.constant(matrix), num_rows, gather)
+    assert np.array_equal(found.numpy(), np.concatenate([matrix, -matrix]))
+    assert sent == widths
+    assert len(set(names)) == len(names)
+
+
 def test_groups_of_bounded_size(monkeypatch):
     monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 10)
-    assert bounded_messages.groups_of_bounded_size([4, 6, 1, 20, 3, 7, 0]) == [[0, 1], [2], [3], [4, 5, 6]]
+    tensors = [tf.zeros(size, tf.uint8) for size in (4, 6, 1, 20, 3, 7, 0)]
+    assert bounded_messages.groups_of_bounded_size(tensors) == [[0, 1], [2], [3], [4, 5, 6]]
     assert bounded_messages.groups_of_bounded_size([]) == []
