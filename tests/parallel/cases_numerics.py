@@ -397,6 +397,19 @@ def test_messages_of_bounded_size(max_message_bytes, monkeypatch):
     assert np.array_equal(variables[-1].numpy(), tf.cast(everyone[0][1][3], tf.bfloat16).numpy())
 
 
+@pytest.mark.parametrize("max_elements", [2 * SIZE * 10, 2**31 - 1])
+def test_rows_of_all_ranks_beyond_what_a_message_counts(max_elements, monkeypatch):
+    """They are gathered in blocks of columns."""
+    monkeypatch.setattr(bounded_messages, "MAX_MESSAGE_ELEMENTS", max_elements)
+    everyone = [np.random.default_rng([rank, 7]).normal(size=(3, 5)).astype(np.float32) for rank in range(SIZE)]
+    own = tf.IndexedSlices(tf.constant(everyone[RANK]), tf.constant([RANK, 5, 9]), tf.constant([10, 5]))
+    (found,) = COLLECTIVES.gradient_reducer(ReductionConfig(op="sum"))([own]).gradients
+    expected = np.zeros((10, 5), np.float32)
+    for rank, values_ in enumerate(everyone):
+        np.add.at(expected, [rank, 5, 9], values_)
+    assert tf.convert_to_tensor(found).numpy() == pytest.approx(expected, abs=1e-5)
+
+
 def test_masked_losses_of_a_filler():
     """The last step has a sample for rank 0 alone."""
     x, y = X[: SIZE * BATCH + 1], WORD_LABELS[: SIZE * BATCH + 1]
