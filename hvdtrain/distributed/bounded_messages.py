@@ -12,6 +12,7 @@ PIECE_BYTES = 64 << 20
 at the same time: they exist twice, as sent and as received."""
 MAX_MESSAGE_ELEMENTS = 2**31 - 1
 """What all ranks together gather at most in one message."""
+_MAX_POWER = 20
 _MIN_WIDTH_BYTES = 1 << 10
 
 
@@ -86,8 +87,9 @@ def row_width(shape: Sequence[int], element_bytes: int) -> int | None:
 
     The longest that powers of two and the leading dimensions of its shape offer.
     """
-    num_elements = math.prod(shape)
-    widths = [math.gcd(num_elements, 1 << 20), *(math.prod(shape[i:]) for i in range(1, len(shape)))]
+    most = max(1, PIECE_BYTES // element_bytes)
+    power = 1 << min(_MAX_POWER, most.bit_length() - 1)
+    widths = [math.gcd(math.prod(shape), power), *(math.prod(shape[i:]) for i in range(1, len(shape)))]
     smallest = min(_MIN_WIDTH_BYTES, PIECE_BYTES)
     fitting = [each for each in widths if smallest <= each * element_bytes <= PIECE_BYTES]
     return max(fitting, default=None)
