@@ -1,10 +1,10 @@
-"""Peak memory of a rank, compared with plain Keras: a network of more than 100 MB, trained with Adam.
+"""Peak memory of a rank, compared with plain Keras: a network of 200 MB, trained with SGD and with Adam.
 
     launch/run python benchmarks/memory.py
 
 Each case is a separate job on two ranks. Prints the peak resident memory of the largest rank, minus that of a process
-after its imports, in multiples of the model size. Plain Keras holds the model, two Adam slots per variable, and the
-gradients.
+after its imports, in multiples of the model size. Plain Keras holds the model, with Adam two slots per variable, and
+the gradients that are not yet applied.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-WIDTH, LAYERS, STEPS = 3000, 3, 8
+WIDTH, LAYERS, STEPS = 4096, 3, 8
 CASES = ("plain Keras", "sync", "sync, checkpoints", "local", "local, overlap", "local, nesterov")
+OPTIMIZERS = ("sgd", "adam")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
 
 
@@ -25,7 +26,7 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def train(case: str, folder: Path) -> None:
+def train(case: str, optimizer: str, folder: Path) -> None:
     """Runs on each rank; prints the size of the model and the peaks as JSON."""
     if case != "plain Keras":
         import hvdtrain
@@ -41,7 +42,11 @@ def train(case: str, folder: Path) -> None:
     hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(LAYERS)]
     model = keras.Sequential([layers.Input((WIDTH,)), *hidden, layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.Adam(1e-4), loss=loss, jit_compile=False)
+    model.compile(
+        optimizer=keras.optimizers.get({"class_name": optimizer, "config": {"learning_rate": 1e-4}}),
+        loss=loss,
+        jit_compile=False,
+    )
     if case == "plain Keras":
         model.fit(x, y, batch_size=32, verbose=0)
     else:
@@ -62,33 +67,37 @@ def train(case: str, folder: Path) -> None:
     print("PEAK " + json.dumps({"model": size, "before": before, "peak": peak_bytes()}), flush=True)
 
 
-def multiples(case: str) -> float:
+def multiples(case: str, optimizer: str) -> float:
     """The peak of the largest rank over the size of the model."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--case", case, folder]
+        command = [sys.executable, __file__, "--case", case, optimizer, folder]
         line = command if case == "plain Keras" else [*MPIRUN, *command]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
     found = [json.loads(line.split("PEAK ")[1]) for line in done.stdout.splitlines() if "PEAK " in line]
     if done.returncode or not found:
-        sys.exit(f"{case} failed:\n{done.stdout}\n{done.stderr}")
+        sys.exit(f"{case} with {optimizer} failed:\n{done.stdout}\n{done.stderr}")
     return max((each["peak"] - each["before"]) / each["model"] for each in found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--case", nargs=2, metavar=("CASE", "DIR"), help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=3, metavar=("CASE", "OPTIMIZER", "DIR"), help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS), choices=OPTIMIZERS)
     arguments = parser.parse_args()
     if arguments.case:
-        train(arguments.case[0], Path(arguments.case[1]))
+        case, optimizer, folder = arguments.case
+        train(case, optimizer, Path(folder))
         return
-    found: dict[str, list[float]] = {case: [] for case in CASES}
-    for _ in range(arguments.repeats):
-        for case in CASES:
-            found[case].append(multiples(case))
-    for case, values in found.items():
-        spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} repetitions"
-        print(f"{case}: {statistics.median(values):.2f}x the model size ({spread})", flush=True)
+    for optimizer in arguments.optimizers:
+        found: dict[str, list[float]] = {case: [] for case in arguments.cases}
+        for _ in range(arguments.repeats):
+            for case in arguments.cases:
+                found[case].append(multiples(case, optimizer))
+        for case, values in found.items():
+            spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} repetitions"
+            print(f"{optimizer}, {case}: {statistics.median(values):.2f}x the model size ({spread})", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,39 +6,133 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""A larger tensor is sent in several messages."""
+"""What all ranks together send at most in one message. A larger object is sent in several."""
+PIECE_BYTES = 64 << 20
+"""A larger tensor is reduced or broadcast in pieces, one after the other. Results of at most as many bytes are received
+at the same time: they exist twice, as sent and as received."""
+MAX_MESSAGE_ELEMENTS = 2**31 - 1
+"""What all ranks together gather at most in one message."""
+_MAX_POWER = 20
+_MIN_WIDTH_BYTES = 1 << 10
 
 
 def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
-    """Applies an elementwise collective to a tensor of any size, in messages of at most ``MAX_MESSAGE_BYTES``.
+    """Applies an elementwise collective to a tensor of any size, in messages of at most ``PIECE_BYTES``.
+
+    In a compiled function, the results of a large tensor replace it piece by piece: it is never in memory twice, unless
+    something else uses it too.
 
     Args:
         send: receives a tensor and a suffix for the name of the message, the same on every rank.
     """
-    num_elements = tensor.shape.num_elements()
-    if num_elements is None or num_elements * tensor.dtype.size <= MAX_MESSAGE_BYTES:
+    num_elements, element_bytes = tensor.shape.num_elements(), tensor.dtype.size
+    if not is_large(tensor):
         return send(tensor, "")
+    width = row_width(tensor.shape, element_bytes)
+    # An eager tensor cannot be overwritten: its Python object uses it.
+    if width is None or tf.executing_eagerly():
+        return tf.reshape(tf.concat(list(_sent_pieces(tensor, width, send)), axis=0), tensor.shape)
+    rows = tf.reshape(tensor, [num_elements // width, width])
+    for start, end in piece_bounds(num_elements // width, width * element_bytes):
+        positions = tf.range(start, end, dtype=tf.int64)
+        # TensorFlow overwrites a tensor in place if nothing else uses it, so that what is sent must be a copy.
+        received = send(tf.reshape(tf.gather(rows, positions), [-1]), f"_piece_{start * width}")
+        rows = tf.tensor_scatter_nd_update(rows, positions[:, tf.newaxis], tf.reshape(received, [-1, width]))
+    return tf.reshape(rows, tensor.shape)
+
+
+def in_columns(matrix: tf.Tensor, num_rows: int, gather: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
+    """Gathers the rows of all ranks, in several blocks of columns if they may be more than a message counts.
+
+    Args:
+        num_rows: what all ranks have together at most; 0 if it is not known.
+        gather: receives columns and a suffix for the name of the message, the same on every rank.
+    """
+    width = matrix.shape[1] if matrix.shape.rank == 2 else None
+    if width is None or num_rows * width <= MAX_MESSAGE_ELEMENTS:
+        return gather(matrix, "")
+    step = max(1, MAX_MESSAGE_ELEMENTS // num_rows)
+    blocks = [gather(matrix[:, start : start + step], f"_{start}") for start in range(0, width, step)]
+    return tf.concat(blocks, axis=1)
+
+
+def send_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
+    """Sends what :func:`in_pieces` sends, one piece after the other, for a rank that does not need what it returns.
+
+    Returns:
+        A small tensor, to be returned by the compiled function: TensorFlow removes operations without one that is.
+    """
+    if not is_large(tensor):
+        return arrival(send(tensor, ""))
+    width = row_width(tensor.shape, tensor.dtype.size)
+    return tf.concat([arrival(each) for each in _sent_pieces(tensor, width, send)], axis=0)
+
+
+def _sent_pieces(
+    tensor: tf.Tensor, width: int | None, send: Callable[[tf.Tensor, str], tf.Tensor]
+) -> Iterator[tf.Tensor]:
+    """The pieces that are received, as vectors, one after the other."""
+    width = width or 1
     flat = tf.reshape(tensor, [-1])
-    bounds = piece_bounds(num_elements, tensor.dtype.size)
-    pieces = [send(flat[start:end], f"_piece_{start}") for start, end in bounds]
-    return tf.reshape(tf.concat(pieces, axis=0), tensor.shape)
+    last: list[tf.Tensor] = []
+    for start, end in piece_bounds(tensor.shape.num_elements() // width, width * tensor.dtype.size):
+        with tf.control_dependencies(last):
+            received = send(flat[start * width : end * width], f"_piece_{start * width}")
+            last = [arrival(received)]
+        yield received
 
 
-def blocks(shape: Sequence[int], element_bytes: int) -> Iterator[tuple[slice, ...]]:
-    """Cuts a tensor into blocks of at most ``MAX_MESSAGE_BYTES``, as slices of its leading dimensions."""
-    row_elements = math.prod(shape[1:])
-    if math.prod(shape) * element_bytes <= MAX_MESSAGE_BYTES:
-        yield ()
-    elif row_elements * element_bytes > MAX_MESSAGE_BYTES:
-        for i in range(shape[0]):
-            for rest in blocks(shape[1:], element_bytes):
-                yield (slice(i, i + 1), *rest)
-    else:
-        for start, end in piece_bounds(shape[0], row_elements * element_bytes):
-            yield (slice(start, end),)
+def row_width(shape: Sequence[int], element_bytes: int) -> int | None:
+    """The number of elements of rows, of at most ``PIECE_BYTES``, of which a tensor consists; None: only of short ones.
+
+    The longest that powers of two and the leading dimensions of its shape offer.
+    """
+    most = max(1, PIECE_BYTES // element_bytes)
+    power = 1 << min(_MAX_POWER, most.bit_length() - 1)
+    widths = [math.gcd(math.prod(shape), power), *(math.prod(shape[i:]) for i in range(1, len(shape)))]
+    smallest = min(_MIN_WIDTH_BYTES, PIECE_BYTES)
+    fitting = [each for each in widths if smallest <= each * element_bytes <= PIECE_BYTES]
+    return max(fitting, default=None)
 
 
 def piece_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]:
-    """The first and last element (exclusive) of each message that a vector is sent in; none if it is empty."""
-    step = max(1, MAX_MESSAGE_BYTES // element_bytes)
+    """The first and last element (exclusive) of each piece of a vector; none if it is empty."""
+    return _bounds(num_elements, element_bytes, PIECE_BYTES)
+
+
+def message_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]:
+    """The same of each message that an object is sent in."""
+    return _bounds(num_elements, element_bytes, MAX_MESSAGE_BYTES)
+
+
+def _bounds(num_elements: int, element_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
+    step = max(1, max_bytes // element_bytes)
     return [(start, min(start + step, num_elements)) for start in range(0, num_elements, step)]
+
+
+def groups_of_bounded_size(tensors: Sequence[tf.Tensor | tf.Variable]) -> list[list[int]]:
+    """The positions of tensors, in order, in groups of at most ``PIECE_BYTES`` or of one tensor."""
+    groups: list[list[int]] = []
+    filled = 0
+    for i, size in enumerate(map(num_bytes, tensors)):
+        if not groups or filled + size > PIECE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(i)
+        filled += size
+    return groups
+
+
+def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
+    """The size of a tensor; 0 if it is not known when a function is compiled."""
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+def is_large(tensor: tf.Tensor | tf.Variable) -> bool:
+    """Whether a tensor is reduced or broadcast in pieces."""
+    return num_bytes(tensor) > PIECE_BYTES
+
+
+def arrival(received: tf.Tensor) -> tf.Tensor:
+    """What a control dependency can wait for: Horovod reduces in a function, whose end a dependency would not await."""
+    return tf.reshape(received, [-1])[:1]

@@ -34,11 +34,14 @@ class BucketLayout:
         ]
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The tensors, in the order and with the shapes of those that were packed."""
+        """The tensors, in the order and with the shapes of those that were packed.
+
+        A scalar stands for each tensor of its bucket.
+        """
         tensors: dict[int, tf.Tensor] = {}
         for members, bucket in zip(self.members, buckets, strict=True):
-            if len(members) == 1:
-                tensors[members[0]] = bucket
+            if len(members) == 1 or bucket.shape.rank == 0:
+                tensors |= dict.fromkeys(members, bucket)
                 continue
             parts = tf.split(bucket, [self.shapes[i].num_elements() for i in members])
             for i, part in zip(members, parts, strict=True):

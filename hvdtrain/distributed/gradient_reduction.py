@@ -1,7 +1,7 @@
 """Gradients, dense or sparse, before and after their reduction over ranks."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -20,13 +20,16 @@ class ReducedGradients:
     buckets: Sequence[tf.Tensor]
     """The reduced buckets; for sparse gradients, the values of all ranks."""
     unpack: Callable[[Sequence[tf.Tensor]], list[Gradient]]
-    """Takes the gradients out of buckets."""
+    """Takes the gradients out of buckets; a scalar stands for all gradients of its bucket."""
     lost: Sequence[tf.Tensor] = ()
     """What compression has left out of this rank's buckets."""
     sum_over_ranks: "StepSum" = list
     """Adds up what ranks compute from their reduced buckets, if each has other parts of the gradients."""
     gather: "Callable[[Sequence[Gradient]], list[Gradient]]" = list
     """The whole gradients, from each rank's parts."""
+    sums: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    """Of large buckets, by their positions in ``sent``: the sum of the elements, as sent. Results may overwrite them
+    in memory, which is not copied if nothing else uses them."""
 
     @property
     def gradients(self) -> list[Gradient]:
@@ -69,6 +72,11 @@ def values_of(gradient: Gradient) -> tf.Tensor:
     return gradient.values if is_sparse(gradient) else gradient
 
 
+def sum_of_elements(tensor: tf.Tensor) -> tf.Tensor:
+    """The sum, which is finite if all elements are; that of half precision in single precision."""
+    return tf.reduce_sum(tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor)
+
+
 def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
     """A gradient with other values; of a sparse one, for the same rows."""
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse(gradient) else values
@@ -85,6 +93,12 @@ def with_unique_rows(gradient: Gradient) -> Gradient:
     rows, positions = tf.unique(gradient.indices)
     values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def most_rows(gradient: tf.IndexedSlices) -> int:
+    """The number of rows that a sparse gradient has at most if each is in it once; 0 if it is not known."""
+    shape = tf.get_static_value(gradient.dense_shape)
+    return 0 if shape is None else int(shape[0])
 
 
 def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:

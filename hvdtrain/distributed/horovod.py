@@ -1,13 +1,13 @@
 """The collectives over Horovod. The only module that imports horovod or mpi4py."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import MAX_MESSAGE_BYTES, blocks, in_pieces, piece_bounds
+from hvdtrain.distributed import bounded_messages
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
@@ -18,11 +18,14 @@ from hvdtrain.distributed.gradient_reduction import (
     ReducedGradients,
     StepSum,
     is_sparse,
+    most_rows,
     single_rank_reducer,
+    sum_of_elements,
     with_unique_rows,
     with_values,
 )
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.variable_broadcast import overwrite_with_received
 from hvdtrain.errors import UsageError
 from hvdtrain.system import environment, network, versions
 from hvdtrain.system.launcher import Launcher
@@ -118,19 +121,24 @@ class HorovodCollectives:
         if self.size == 1:
             return list(tensors)
         # Eager operations run on the thread that calls them.
-        sent = [tf.cast(each, tf.float32) if each.dtype in _HALVES else each for each in tensors]
-        totals: list[tf.Tensor] = list(sent)
-        large = [i for i, each in enumerate(sent) if each.shape.num_elements() * each.dtype.size > MAX_MESSAGE_BYTES]
-        for i in large:
-            totals[i] = self._allreduce(sent[i], self._hvd.Sum, "hvdtrain_large_sum")
-        for dtype in sorted({each.dtype.name for each in sent}):
-            members = [i for i, each in enumerate(sent) if each.dtype.name == dtype and i not in large]
-            if members:
-                group = [sent[i] for i in members]
-                found = self._hvd.grouped_allreduce(group, op=self._hvd.Sum, **self._call_options)
-                for i, total in zip(members, found, strict=True):
-                    totals[i] = total
-        return [tf.cast(total, each.dtype) for total, each in zip(totals, tensors, strict=True)]
+        totals: list[tf.Tensor] = list(tensors)
+        for dtype in sorted({each.dtype.name for each in tensors}):
+            members = [i for i, each in enumerate(tensors) if each.dtype.name == dtype]
+            # Horovod counts the elements of a group in 32 bits.
+            for group in bounded_messages.groups_of_bounded_size([tensors[i] for i in members]):
+                self._sum_together([members[i] for i in group], totals)
+        return totals
+
+    def _sum_together(self, members: Sequence[int], totals: list[tf.Tensor]) -> None:
+        """Replaces tensors of one dtype by their sums over ranks, in one message if there are several."""
+        dtype = totals[members[0]].dtype
+        if len(members) == 1:
+            totals[members[0]] = self._allreduce(totals[members[0]], self._hvd.Sum, "hvdtrain_sum_of_one")
+            return
+        sent = [tf.cast(totals[i], tf.float32) if dtype in _HALVES else totals[i] for i in members]
+        found = self._hvd.grouped_allreduce(sent, op=self._hvd.Sum, **self._call_options)
+        for i, total in zip(members, found, strict=True):
+            totals[i] = tf.cast(total, dtype)
 
     def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
         if not self._hvd.mpi_enabled():
@@ -161,35 +169,11 @@ class HorovodCollectives:
     def broadcast(self, variables: Sequence[tf.Variable], root_rank: int = 0) -> None:
         if self.size == 1:
             return
-        hvd, call_options = self._hvd, self._call_options
 
         def send(tensor: tf.Tensor, name: str) -> tf.Tensor:
-            # As bytes: Horovod broadcasts neither bfloat16 nor uint32.
-            is_bool = tensor.dtype == tf.bool
-            sent = tensor if is_bool else tf.bitcast(tensor, tf.uint8)
-            received = hvd.broadcast(sent, self._global_rank(root_rank), name=name, **call_options)
-            return received if is_bool else tf.bitcast(received, tensor.dtype)
+            return self._hvd.broadcast(tensor, self._global_rank(root_rank), name=name, **self._call_options)
 
-        def overwrite() -> None:
-            for i, variable in enumerate(variables):
-                if list(blocks(variable.shape, variable.dtype.size)) == [()]:
-                    variable.assign(send(variable.value(), f"hvdtrain_broadcast_{i}"))
-
-        compiled(overwrite)()
-        for variable in variables:
-            indices = list(blocks(variable.shape, variable.dtype.size))
-            if indices != [()]:
-                # One block after the other; written into the variable, TensorFlow would copy it at each later read.
-                value, pieces = variable.value(), []
-                for block in indices:
-                    piece = tf.reshape(send(value[block], "hvdtrain_broadcast_block"), [-1])
-                    if self.rank != root_rank:
-                        pieces.append(piece)
-                del value, piece
-                if pieces:
-                    received = tf.reshape(tf.concat(pieces, axis=0), variable.shape)
-                    pieces.clear()
-                    variable.assign(received)
+        overwrite_with_received(variables, send, is_root=self.rank == root_rank)
 
     def _global_rank(self, rank: int) -> int:
         return rank
@@ -201,7 +185,7 @@ class HorovodCollectives:
         own = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
         sizes = self._allgather(np.array([own.size]), "hvdtrain_allgather_sizes")
         received = [bytearray() for _ in sizes]
-        for start, end in piece_bounds(int(max(sizes)), element_bytes=self.size):
+        for start, end in bounded_messages.message_bounds(int(max(sizes)), element_bytes=self.size):
             together = self._allgather(own[start:end], "hvdtrain_allgather")
             ends = np.cumsum(np.clip(sizes - start, 0, end - start))
             for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
@@ -221,10 +205,10 @@ class HorovodCollectives:
         """
 
         def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
-            return self._hvd.allreduce(piece, op=op, name=name + suffix, **self._call_options)
+            sent = tf.cast(piece, tf.float32) if piece.dtype in _HALVES and not in_half else piece
+            return tf.cast(self._hvd.allreduce(sent, op=op, name=name + suffix, **self._call_options), piece.dtype)
 
-        is_half = tensor.dtype in _HALVES and not in_half
-        return tf.cast(in_pieces(tf.cast(tensor, tf.float32) if is_half else tensor, send), tensor.dtype)
+        return bounded_messages.in_pieces(tensor, send)
 
     def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         if self.size == 1:
@@ -259,7 +243,8 @@ class HorovodCollectives:
             tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
             layout = bucket_layout(tensors, config.groups)
             packed = layout.pack(tensors)
-            buckets = self._reduce_buckets(packed, reduce_op, name)
+            sums = {i: sum_of_elements(each) for i, each in enumerate(packed) if bounded_messages.is_large(each)}
+            buckets = self._reduce_buckets(packed, reduce_op, name, sums)
             gathered = [self._gather_slices(gradients[i], averages, f"{name}_rows_{i}") for i in sparse]
 
             def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
@@ -269,7 +254,7 @@ class HorovodCollectives:
                 return [found[i] for i in range(len(gradients))]
 
             sent = [*packed, *(gradients[i].values for i in sparse)]
-            return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack)
+            return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack, sums=sums)
 
         return reduce
 
@@ -280,13 +265,23 @@ class HorovodCollectives:
             nonlocal name
             name = name or self._next_reducer_name()
             layout = bucket_layout(tensors, num_buckets and min(num_buckets, len(tensors)))
-            return layout.unpack(self._reduce_buckets(layout.pack(tensors), self._hvd.Sum, name, in_half=True))
+            return layout.unpack(self._reduce_buckets(layout.pack(tensors), self._hvd.Sum, name, {}, in_half=True))
 
         return total
 
-    def _reduce_buckets(self, packed: Sequence[tf.Tensor], op: Any, name: str, **options: bool) -> list[tf.Tensor]:
+    def _reduce_buckets(
+        self, packed: Sequence[tf.Tensor], op: Any, name: str, sums: Mapping[int, tf.Tensor], **options: bool
+    ) -> list[tf.Tensor]:
+        reduced: list[tf.Tensor] = []
+        last: list[tf.Tensor] = []
         with tf.control_dependencies(packed if are_sent_together(self.size, self.local_size) else []):
-            return [self._allreduce(each, op, f"{name}_{i}", **options) for i, each in enumerate(packed)]
+            # Each result takes memory from when its reduction is begun; what was sent is free when it has ended.
+            for group in bounded_messages.groups_of_bounded_size(packed):
+                first = [sums[i] for i in group if i in sums]
+                with tf.control_dependencies([*first, *map(bounded_messages.arrival, last)]):
+                    last = [self._allreduce(packed[i], op, f"{name}_{i}", **options) for i in group]
+                reduced += last
+        return reduced
 
     def _next_reducer_name(self) -> str:
         self._num_reducers += 1
@@ -302,10 +297,12 @@ class HorovodCollectives:
     def _gather_slices(self, own: tf.IndexedSlices, averages: bool, name: str) -> tf.IndexedSlices:
         """The mean or the sum over ranks of a sparse gradient; each row once."""
         own = with_unique_rows(own)  # fewer rows to send
-        is_bfloat16 = own.values.dtype == tf.bfloat16
-        values = self._hvd.allgather(
-            tf.cast(own.values, tf.float32) if is_bfloat16 else own.values, name=f"{name}_values", **self._call_options
-        )
+        sent = tf.cast(own.values, tf.float32) if own.values.dtype == tf.bfloat16 else own.values
+
+        def gather(columns: tf.Tensor, suffix: str) -> tf.Tensor:
+            return self._hvd.allgather(columns, name=f"{name}_values{suffix}", **self._call_options)
+
+        values = bounded_messages.in_columns(sent, self.size * most_rows(own), gather)
         rows = self._hvd.allgather(own.indices, name=f"{name}_indices", **self._call_options)
         values = tf.cast(values, own.values.dtype) / tf.cast(self.num_ranks() if averages else 1, own.values.dtype)
         return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
@@ -321,6 +318,8 @@ class HorovodCollectives:
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
             # One by one: Adasum uses the angle between two ranks' gradients of each variable.
             tensors = list(map(tf.convert_to_tensor, gradients))
+            if any(bounded_messages.num_bytes(each) > bounded_messages.MAX_MESSAGE_BYTES for each in tensors):
+                raise UsageError("op='adasum' needs gradients of at most 1 GiB. Use op='average' or local_layers.")
             reduced = [self._hvd.allreduce(each, op=self._hvd.Adasum, **self._call_options) for each in tensors]
             return ReducedGradients(tensors, reduced, list)
 

@@ -89,14 +89,14 @@ def own_random_stream(state: np.ndarray, rank: int) -> np.ndarray:
 
 def weights_sha256(model: keras.Model) -> str:
     """A digest of the model's weights in order: equal digests mean bit-identical weights."""
-    return sha256_of(variable.numpy() for variable in model.weights)
+    return sha256_of(map(host_array, model.weights))
 
 
 def sha256_of(arrays: Iterable[np.ndarray]) -> str:
     """A digest of the arrays' bytes, in order."""
     digest = hashlib.sha256()
     for array in arrays:
-        digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(_as_bytes(array))
     return digest.hexdigest()
 
 
@@ -210,7 +210,11 @@ def differing(variables: Sequence[keras.Variable], collectives: Collectives) -> 
 
 
 def _digest(variable: keras.Variable) -> bytes:
-    return hashlib.sha256(host_array(variable).reshape(-1).view(np.uint8).data).digest()
+    return hashlib.sha256(_as_bytes(host_array(variable))).digest()
+
+
+def _as_bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def require_equal_replicas(

@@ -30,11 +30,13 @@ class _Layout(NamedTuple):
         return [group[0] if len(group) == 1 else join(group) for group in groups]
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """What was packed."""
+        """What was packed; a scalar stands for each vector of its bucket."""
         found: dict[int, tf.Tensor] = {}
         for members, bucket in zip(self.members, buckets, strict=True):
-            several = len(members) > 1
-            parts = tf.split(bucket, [self.lengths[i] for i in members], axis=-1) if several else [bucket]
+            if len(members) == 1 or bucket.shape.rank == 0:
+                found |= dict.fromkeys(members, bucket)
+                continue
+            parts = tf.split(bucket, [self.lengths[i] for i in members], axis=-1)
             found |= dict(zip(members, parts, strict=True))
         return [found[i] for i in range(len(self.lengths))]
 

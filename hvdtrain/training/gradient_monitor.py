@@ -8,14 +8,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.bounded_messages import is_large, num_bytes
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, values_of
+from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, sum_of_elements, values_of
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.training.step_times import StepTimes
 
 _NOT_FINITE = "hvdtrain: the averaged gradient is not finite"
+_HELD_BYTES = 16 << 20
+"""Of this rank's gradients, so many bytes are kept until the step is known to be finite."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +125,12 @@ class GradientMonitor:
         flags = self._finite
         assert flags is not None
         positions = [[self._positions[id(variable)]] for variable in variables]
+        sent = _with_sums(reduced)
 
         # Not inlined: even if they do not run, the executor processes each of its operations at every step.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def record_culprits() -> None:
-            own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(reduced.sent)]
+            own = [tf.math.is_finite(values_of(each)) for each in reduced.unpack(sent)]
             flags.scatter_nd_update(positions, [tf.reduce_all(each) for each in own])
             self._loss_was_finite.assign(self._loss_is_finite)
 
@@ -187,7 +191,7 @@ class GradientMonitor:
                 self._loss_is_finite = self._finite_so_far.read_value()
             smallest = min(dense, key=lambda i: result[i].shape.num_elements() or np.inf)  # type: ignore[union-attr]
             gradient = result[smallest]
-            result[smallest] = tf.where(finite, gradient, tf.constant(np.nan, gradient.dtype))  # type: ignore[union-attr]
+            result[smallest] = _nan_unless(finite, gradient)
         return result
 
     def end_gradients(self) -> None:
@@ -248,6 +252,33 @@ def _half_squared_norm(bucket: tf.Tensor) -> tf.Tensor:
     # Squares of float16 overflow long before the gradient does.
     is_half = bucket.dtype in (tf.float16, tf.bfloat16)
     return tf.cast(tf.nn.l2_loss(tf.cast(bucket, tf.float32) if is_half else bucket), tf.float32)
+
+
+def _nan_unless(finite: tf.Tensor, gradient: tf.Tensor) -> tf.Tensor:
+    nan = tf.constant(np.nan, gradient.dtype)
+    if not is_large(gradient):
+        return tf.where(finite, gradient, nan)
+    # A copy takes memory; TensorFlow writes one element in place.
+    first = [[0] * gradient.shape.rank]
+    return tf.tensor_scatter_nd_update(gradient, first, tf.where(finite, tf.gather_nd(gradient, first), nan))
+
+
+def _with_sums(reduced: ReducedGradients) -> list[tf.Tensor]:
+    """The buckets as sent, up to ``_HELD_BYTES`` together, and of others the sums.
+
+    Gradients are no longer needed once they are sent. Kept for the search for NaN, those of a large model would take
+    as much memory as the model.
+    """
+    held, result = 0, []
+    for i, bucket in enumerate(reduced.sent):
+        if i in reduced.sums:
+            result.append(reduced.sums[i])
+        elif held + num_bytes(bucket) <= _HELD_BYTES:
+            held += num_bytes(bucket)
+            result.append(bucket)
+        else:
+            result.append(sum_of_elements(bucket))
+    return result
 
 
 def culprits_text(culprits: Sequence[Culprit]) -> str:

@@ -30,7 +30,9 @@ from trainings import (
 
 from hvdtrain.data import Arrays, TFRecords
 from hvdtrain.data.record_index import index_records
+from hvdtrain.distributed import bounded_messages, gradient_buckets
 from hvdtrain.errors import JobError, NonFiniteError
+from hvdtrain.training import gradient_monitor
 
 # The number of the first sample in the last file of write_records().
 LAST_FILE_START = 107
@@ -149,7 +151,13 @@ class BrokenGradient(keras.layers.Layer):
         return identity(inputs)
 
 
-def test_a_non_finite_gradient_is_named_with_its_variable():
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_non_finite_gradient_is_named_with_its_variable(is_large, monkeypatch):
+    """Also if gradients are so large that they are not kept until the step is known to be finite."""
+    if is_large:
+        monkeypatch.setattr(gradient_monitor, "_HELD_BYTES", 0)
+        monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 64)
+        monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
     x = X.copy()
     order = np.random.Generator(np.random.Philox([5, 0])).permutation(len(X))
     x[order[GLOBAL_BATCH + (SIZE - 1) * (GLOBAL_BATCH // SIZE)]] = 1e4
