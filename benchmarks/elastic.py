@@ -236,8 +236,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.kills:
-            line = elastic_line(arguments.ranks, Path(folder, "run"))
-            losses, joins = measure(line, arguments.ranks, arguments.kills, Path(folder))
+            losses: list[float] = []
+            joins: list[float] = []
+            while len(losses) < arguments.kills:
+                # Jobs with few kills: each time that it dies, a process is started again after a longer pause.
+                job = Path(folder, str(len(losses)))
+                job.mkdir()
+                kills = min(2 * arguments.ranks, arguments.kills - len(losses))
+                found = measure(elastic_line(arguments.ranks, job / "run"), arguments.ranks, kills, job)
+                losses, joins = losses + found[0], joins + found[1]
             print(f"{arguments.ranks} ranks, SIGKILL to the next step: {text(losses)}")
             print(f"{arguments.ranks} ranks, longest pause while a process joins: {text(joins)}")
         if arguments.horovod_kills:
