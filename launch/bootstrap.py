@@ -70,6 +70,8 @@ def gpu_settings() -> dict[str, str]:
     """The settings for a machine with NVIDIA's driver: CUDA's libraries, and NCCL if it can be compiled."""
     if not Path("/proc/driver/nvidia/version").exists():
         return {}
+    if folder := os.environ.get("HVDTRAIN_WHEELHOUSE"):
+        return {"HVDTRAIN_EXTRAS": "cuda"} if any(Path(folder).glob("nvidia_cudnn*")) else {}
     toolkit = shutil.which("nvcc") or Path("/usr/local/cuda/bin/nvcc").exists()
     return {"HVDTRAIN_EXTRAS": "cuda", **({"HOROVOD_GPU_OPERATIONS": "NCCL"} if toolkit else {})}
 

@@ -23,12 +23,14 @@ def build(folder: Path, uv: list[str]) -> None:
         run([*uv, "build", *options, "--out-dir", str(folder), str(project)])
 
 
-def download(folder: Path, uv: list[str], options: list[str]) -> None:
+def download(folder: Path, uv: list[str], options: list[str], *, with_cuda: bool) -> None:
     """Downloads all that hvdtrain, its extras and its tests require beside what was built."""
     (hvdtrain,) = folder.glob("hvdtrain-*.whl")
     with zipfile.ZipFile(hvdtrain) as wheel:
         (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         extras = re.findall(r"^Provides-Extra: (.+)$", wheel.read(metadata).decode(), re.MULTILINE)
+    if not with_cuda:
+        extras.remove("cuda")
     pip = [
         *uv,
         "run",
@@ -56,6 +58,7 @@ def run(command: list[str]) -> None:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog=f"launch/{arguments[0]}", description=DESCRIPTIONS[arguments[0]])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="created if it is missing")
+    parser.add_argument("--cuda", action="store_true", help="with CUDA's libraries, for GPUs (wheelhouse only)")
     known, options = parser.parse_known_args(arguments[1:])
     if options and arguments[0] == "build":
         parser.error(f"unrecognized arguments: {' '.join(options)}")
@@ -64,7 +67,7 @@ def main(arguments: list[str]) -> None:
         uv = find_uv(log)
     build(known.folder, uv)
     if arguments[0] == "wheelhouse":
-        download(known.folder, uv, options)
+        download(known.folder, uv, options, with_cuda=known.cuda)
     megabytes = sum(path.stat().st_size for path in known.folder.iterdir()) / 1e6
     print(f"{known.folder}: {len(list(known.folder.iterdir()))} files, {megabytes:.0f} MB")
 

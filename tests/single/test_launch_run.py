@@ -267,10 +267,19 @@ def test_a_machine_with_a_gpu_gets_cuda_once(checkout):
     has_toolkit = subprocess.run(show, capture_output=True, check=False).returncode == 0
     settings = json.loads((checkout / ".venvs" / "settings.json").read_text())
     assert settings["HOROVOD_GPU_OPERATIONS"] == ("NCCL" if has_toolkit else "")
+    # From a folder of wheels, if it has them.
+    wheels = checkout.parent / "wheels"
+    wheels.mkdir()
+    for name, expected in (("numpy-2.0.whl", "--editable . "), ("nvidia_cudnn_cu12-9.whl", "--editable .[cuda] ")):
+        (wheels / name).touch()
+        shutil.rmtree(checkout / ".venvs")
+        assert run(checkout, "true", HVDTRAIN_WHEELHOUSE=str(wheels)).returncode == 0
+        assert expected in f"{uv_commands(checkout)[-1]} "
     # A node of the same cluster without a GPU uses the same environment.
     driver.unlink()
+    num_calls = len(calls(checkout))
     assert run(checkout, "true").stderr == ""
-    assert len(calls(checkout)) == 2
+    assert len(calls(checkout)) == num_calls
 
 
 def test_works_through_symlinks(checkout):
