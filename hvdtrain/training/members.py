@@ -96,7 +96,8 @@ class ElasticMembers:
         self._on_leave = on_leave
         self.is_newcomer = self._coordinator.must_warm_up
         self._has_state = not self._coordinator.must_warm_up
-        self._num_ranks = self._ranks_before = runner.collectives.size
+        self._num_ranks = runner.collectives.size
+        """The ranks that this process last trained with, or those of which it has its variables."""
         self._history: list[dict[str, float]] = []
         """The changes since the job began: those that this process has not seen are another rank's."""
 
@@ -130,7 +131,8 @@ class ElasticMembers:
         rejoin(self._coordinator, self._collectives, settle=self._settle, on_leave=self._on_leave)
         change = {"ranks": self._collectives.size, "pause_seconds": time.monotonic() - start_s}
         self._history.append({"step": self._runner.progress.step, **change})
-        self._on_change(change, self._ranks_before)
+        ranks_before, self._num_ranks = self._num_ranks, self._collectives.size
+        self._on_change(change, ranks_before)
 
     def _settle(self) -> None:
         """Makes the state of all members that of the furthest one, and divides the samples among them."""
@@ -156,6 +158,8 @@ class ElasticMembers:
         # Until all of it has arrived, a state that is taken over is neither the old one nor the new one.
         self._has_state = is_source or strategy.keeps_own(own, places[source])
         strategy.take_over(places, source, num_ranks - sum(place.has_state for place in places))
+        if not all(strategy.keeps_own(place, places[source]) for place in places):
+            self._num_ranks = num_ranks
         if not is_source:
             self._state.apply_common(state)
         if self.is_newcomer or epoch != (progress.epoch, progress.is_in_epoch):
@@ -163,7 +167,6 @@ class ElasticMembers:
         self.is_newcomer, self._has_state = False, True
         end_checks()
         runner.restart_with(self._state.begin_plan(sample_plan(runner.source, runner.config, collectives), state))
-        self._ranks_before, self._num_ranks = num_ranks, collectives.size
 
     def summary(self) -> dict[str, Any]:
         pause_seconds = sum(change["pause_seconds"] for change in self._history)
