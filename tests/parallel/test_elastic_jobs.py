@@ -78,11 +78,13 @@ def relative_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> flo
 def _task_can_be_imported():
     sys.path.insert(0, str(TESTS))
     import elastic_task  # its layer is in the saved models
-
-    yield elastic_task
-    sys.path.remove(str(TESTS))
     import keras
 
+    # Only the first import of the task sets these.
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    yield elastic_task
+    sys.path.remove(str(TESTS))
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("float32")
 
