@@ -8,6 +8,7 @@ Kills each rank in turn (SIGKILL) while the digits are trained, and waits until 
 Prints the time from the kill to the end of the next step of any survivor, and the longest time between two steps while
 a process joins: median, and the range of the middle half and of all.
 
+* ``--lab`` (root needed) has the last rank on a second host of launch/lab; ``--cuts N`` cuts that host off, N times.
 * ``--quiet-steps N`` compares steps of an elastic job in which nothing happens with those of ``horovodrun --gloo``.
 * ``--horovod-kills N`` kills a rank of Horovod's own elastic mode, in N jobs.
 * ``--goodput-seconds S`` kills a random rank every ``--kill-every`` seconds and prints the samples a second, as a share
@@ -23,6 +24,7 @@ import math
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -32,12 +34,18 @@ from pathlib import Path
 
 import keras
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "launch" / "lab"))
+
+from laboratory import Laboratory
+
 import hvdtrain
 from hvdtrain.distributed import runtime
 from hvdtrain.tasks import digits
 
 TIMES, SAMPLE_S = "ELASTIC_BENCHMARK_TIMES", "ELASTIC_BENCHMARK_SAMPLE_S"
 GLOBAL_BATCH_SIZE = 96
+CUT_STALL_TIMEOUT_S = 10
 
 
 class StepTimes(keras.callbacks.Callback):
@@ -87,15 +95,21 @@ def train_line(run: Path, *options: str) -> list[str]:
     return [*line, "--global-batch-size", str(GLOBAL_BATCH_SIZE), *options]
 
 
-def elastic_line(ranks: int, run: Path) -> list[str]:
+def elastic_line(ranks: int, run: Path, lab: Laboratory | None = None, *options: str) -> list[str]:
     elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{ranks}"]
-    return [*elastic, *train_line(run, "--checkpoint-every", "0")]
+    train = train_line(run, "--checkpoint-every", "0", *options)
+    if not lab:
+        return [*elastic, *train]
+    return lab.command("lab1", [*elastic, "--hosts", f"lab1:{ranks - 1},lab2:1", "--env", TIMES, *train])
 
 
 def horovod_line(ranks: int, folder: Path) -> list[str]:
-    """Horovod's own elastic mode, with a discovery script that always finds this host."""
+    """Horovod's own elastic mode; each rank is under a host name of its own, because the host of a killed one is lost."""
+    names = ["localhost", "127.0.0.1", socket.gethostname()]
+    if ranks > len(names):
+        raise SystemExit(f"--horovod-kills needs at most {len(names)} ranks, one for each name of this host")
     script = folder / "hosts.sh"
-    script.write_text(f"#!/bin/sh\necho localhost:{ranks}\n")
+    script.write_text("\n".join(["#!/bin/sh", *(f"echo {name}:1" for name in names[:ranks])]) + "\n")
     script.chmod(0o755)
     launch = ["horovodrun", "--gloo", "-np", str(ranks), "--min-np", "1", "--max-np", str(ranks)]
     launch += ["--network-interface", "lo"]
@@ -127,6 +141,28 @@ def measure(line: list[str], ranks: int, kills: int, run: Path) -> tuple[list[fl
         job.terminate()
         job.wait(60)
     return losses, joins
+
+
+def measure_cuts(ranks: int, cuts: int, folder: Path, lab: Laboratory) -> list[float]:
+    """Seconds from each cut of the second host's link to the next step on the first host."""
+    losses = []
+    for number in range(cuts):
+        times = folder / f"times-{number}"
+        times.mkdir(parents=True)
+        line = elastic_line(ranks, folder / f"run-{number}", lab, "--stall-timeout", str(CUT_STALL_TIMEOUT_S))
+        job = subprocess.Popen(line, env={**os.environ, TIMES: str(times)}, stdout=subprocess.DEVNULL)
+        try:
+            wait_for_size(times, ranks, 0.0)
+            time.sleep(1.0)
+            cut_s = time.time()
+            lab.cut("lab2")
+            steps = wait_for_size(times, ranks - 1, cut_s + 0.5)
+            losses.append(min(at for each in steps.values() for at, _, size in each if size < ranks) - cut_s)
+        finally:
+            lab.restore("lab2")
+            job.terminate()
+            job.wait(60)
+    return losses
 
 
 def measure_horovod(ranks: int, kills: int, folder: Path) -> list[float]:
@@ -228,13 +264,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--lab", action="store_true", help="on two hosts of launch/lab")
+    parser.add_argument("--cuts", type=int, default=0)
     parser.add_argument("--quiet-steps", type=int, default=0)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--horovod-kills", type=int, default=0)
     parser.add_argument("--goodput-seconds", type=float, default=0)
     parser.add_argument("--kill-every", type=float, default=20)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        lab = stack.enter_context(Laboratory(2)) if arguments.lab or arguments.cuts else None
         if arguments.kills:
             losses: list[float] = []
             joins: list[float] = []
@@ -243,10 +282,13 @@ def main() -> None:
                 job = Path(folder, str(len(losses)))
                 job.mkdir()
                 kills = min(2 * arguments.ranks, arguments.kills - len(losses))
-                found = measure(elastic_line(arguments.ranks, job / "run"), arguments.ranks, kills, job)
+                found = measure(elastic_line(arguments.ranks, job / "run", lab), arguments.ranks, kills, job)
                 losses, joins = losses + found[0], joins + found[1]
             print(f"{arguments.ranks} ranks, SIGKILL to the next step: {text(losses)}")
             print(f"{arguments.ranks} ranks, longest pause while a process joins: {text(joins)}")
+        if arguments.cuts and lab:
+            losses = measure_cuts(arguments.ranks, arguments.cuts, Path(folder, "cuts"), lab)
+            print(f"a host cut off, stall timeout {CUT_STALL_TIMEOUT_S} s, to the next step: {text(losses)}")
         if arguments.horovod_kills:
             losses = measure_horovod(arguments.ranks, arguments.horovod_kills, Path(folder, "horovod"))
             each = ", ".join(f"{seconds:.1f}" for seconds in losses)
