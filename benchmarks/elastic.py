@@ -104,7 +104,7 @@ def elastic_line(ranks: int, run: Path, lab: Laboratory | None = None, *options:
 
 
 def horovod_line(ranks: int, folder: Path) -> list[str]:
-    """Horovod's own elastic mode; each rank is under a host name of its own, because the host of a killed one is lost."""
+    """Horovod's own elastic mode, each rank under another host name: the host of a killed rank is excluded."""
     names = ["localhost", "127.0.0.1", socket.gethostname()]
     if ranks > len(names):
         raise SystemExit(f"--horovod-kills needs at most {len(names)} ranks, one for each name of this host")

@@ -10,12 +10,16 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices
 from hvdtrain.training.config import QuorumConfig, StepConfig
+from hvdtrain.training.quorum_speedup import estimated_speedup
 
 REMEDIES = ("balance", "quorum")
 
 _MIN_GAIN_OF_BALANCING = 1.1
 _MIN_GAIN_OF_QUORUM = 1.25
 """Smaller gains are noise. Short steps of equal ranks that share cores have shown 1.14."""
+_MIN_GAIN_OF_A_SMALLER_QUORUM = 1.1
+_MAX_STEPS = 2000
+"""Of which a quorum is estimated, for less than a second."""
 
 
 def possible_remedies(config: StepConfig, reduction: ReductionConfig, *, ranks_may_change: bool) -> list[str]:
@@ -53,9 +57,10 @@ def remedy(ready: np.ndarray, possible: Collection[str] = REMEDIES) -> dict[str,
     Returns:
         ``option`` and ``speedup``, relative to steps that wait for all ranks; None if there is little to gain.
     """
+    quorum_gain, quorum = _best_quorum(ready)
     candidates = [
         ("balance", "--balance", _gain_of_balancing(ready), _MIN_GAIN_OF_BALANCING),
-        ("quorum", f"--quorum {len(ready) - 1}", _gain_of_quorum(ready), _MIN_GAIN_OF_QUORUM),
+        ("quorum", f"--quorum {quorum}", quorum_gain, _MIN_GAIN_OF_QUORUM),
     ]
     worthwhile = [(gain, option) for name, option, gain, least in candidates if name in possible and gain >= least]
     if not worthwhile:
@@ -70,12 +75,16 @@ def _gain_of_balancing(ready: np.ndarray) -> float:
     return float(medians.max() * np.mean(1 / medians))
 
 
-def _gain_of_quorum(ready: np.ndarray) -> float:
-    """For ranks that are held up now and then: a step closes without the last rank if it is late.
+def _best_quorum(ready: np.ndarray) -> tuple[float, int]:
+    """For ranks that are held up now and then: the estimated gain, and the quorum.
 
     Lasting differences are left out of the estimate: a rank that is late in every step contributes nothing.
     """
-    held_up = np.sort(ready / np.median(ready, axis=1)[:, None], axis=0)
-    closes = np.minimum(held_up[-1], held_up[-2] * (1 + QuorumConfig.step_grace))
-    share_of_samples = 1 - np.mean(held_up[-1] > closes) / len(ready)
-    return float(np.mean(held_up[-1]) / np.mean(closes) * share_of_samples)
+    num_ranks = len(ready)
+    held_up = (ready / np.median(ready, axis=1)[:, None])[:, -_MAX_STEPS:]
+    quorums = sorted({num_ranks - 1, max(1, num_ranks * 3 // 4), max(1, num_ranks // 2)})
+    gains = {quorum: estimated_speedup(held_up, quorum, QuorumConfig.step_grace) for quorum in quorums}
+    # A smaller quorum makes smaller batches, so that it has to be worth it.
+    enough = max(gains.values()) / _MIN_GAIN_OF_A_SMALLER_QUORUM
+    quorum = max(quorum for quorum, gain in gains.items() if gain >= enough)
+    return gains[quorum], quorum
