@@ -1,7 +1,7 @@
 """Predictions of bench compared with measurements, on lab networks.
 
     launch/run python benchmarks/prediction.py        # as root, with Debian's iproute2 and openssh-server
-    launch/run python benchmarks/prediction.py --mbit 40            # one network; keeps the results of the others
+    launch/run python benchmarks/prediction.py --mbit 40 --hosts 6 8    # these cases; keeps the results of the others
 
 For each network, two hosts that train a model of 1 MB determine the link; one process measures the step times of a
 larger model and when its gradients are ready. From these, steps on more hosts with larger models are predicted, in sync
@@ -29,8 +29,8 @@ from laboratory import Laboratory
 # cores of one machine: on two cores, throughput fell with the number of hosts at 100 Mbit/s (MPI_Allreduce of 16 MiB on
 # 2, 3 and 4 hosts: 93, 79 and 76 Mbit/s) but not at 20 Mbit/s (17 to 18).
 NETWORKS = ((20, 5), (25, 20), (40, 2))
-# Hosts and model, for each network and both modes: 18 cases.
-HELD_OUT = ((2, "MB8"), (3, "MB4"), (4, "MB4"))
+# Hosts and model, for each network and both modes.
+HELD_OUT = ((2, "MB8"), (3, "MB4"), (4, "MB4"), (6, "MB4"), (8, "MB4"))
 EVERY = 4
 OPTIONS = ["--blocks", "4", "--block-seconds", "0.1", "--max-spread", "1", "--sync-every", str(EVERY)]
 
@@ -54,14 +54,16 @@ def main() -> None:
     rates = [rate_mbit for rate_mbit, _ in NETWORKS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbit", type=int, nargs="*", default=rates, choices=rates)
-    chosen = parser.parse_args().mbit
+    num_hosts = sorted({hosts for hosts, _ in HELD_OUT})
+    parser.add_argument("--hosts", type=int, nargs="*", default=num_hosts, choices=num_hosts)
+    chosen = parser.parse_args()
     kept = HERE / "results" / "prediction.json"
     before = json.loads(kept.read_text()) if kept.exists() else []
-    rows = [row for row in before if row["mbit"] not in chosen]
-    for rate_mbit, delay_ms in [network for network in NETWORKS if network[0] in chosen]:
+    rows = [row for row in before if row["mbit"] not in chosen.mbit or row["hosts"] not in chosen.hosts]
+    for rate_mbit, delay_ms in [network for network in NETWORKS if network[0] in chosen.mbit]:
         link = on_hosts(2, rate_mbit, delay_ms, "MB1", "--predict", "2")["prediction"]["links"]["between"]
         given = ["--link-mbit", str(link["bits_per_second"] / 1e6), "--link-latency-ms", str(1000 * link["latency_s"])]
-        for hosts, task in HELD_OUT:
+        for hosts, task in [case for case in HELD_OUT if case[0] in chosen.hosts]:
             asked = ["--predict", str(hosts), "--ranks-per-host", "1", *given]
             predicted = {row["mode"]: row["step_ms"] for row in bench([], task, *asked)["prediction"]["rows"]}
             measured = on_hosts(hosts, rate_mbit, delay_ms, task)["cases"]
