@@ -83,6 +83,26 @@ def test_local_training_communicates_once_per_round():
     assert waits[0] > 1.3 * waits[1] > 4 * waits[2] > 0
 
 
+def test_local_training_across_hosts_averages_gradients_within_them():
+    # On a host of 8, buckets of 1 and 3 MB are ready after 50 and 100 ms; only the second one's reduction is exposed.
+    within_s = 14 * 1e-5 + 1.75 * 0.0024
+    reduce_s = scaling_model.allreduce_s(4_000_000, cluster(16, 8), hierarchical=True)
+    predicted = scaling_model.local_across_hosts_step(STEADY, cluster(16, 8), 8, hierarchical=True)
+    assert predicted.step_s == pytest.approx(0.1 + within_s + reduce_s / 8)
+    overlapped = scaling_model.local_across_hosts_step(STEADY, cluster(16, 8), 8, overlap=True, hierarchical=True)
+    assert overlapped.step_s == pytest.approx(0.1 + within_s)
+    # The ranks of a host wait for each other at every step, hosts for each other at each average.
+    uneven = MeasuredStep(np.random.default_rng(1).uniform(0.05, 0.15, 1000), [])
+    waits_s = {
+        "local": scaling_model.local_step(uneven, cluster(16, 8), 64).waiting_s,
+        "across hosts": scaling_model.local_across_hosts_step(uneven, cluster(16, 8), 64).waiting_s,
+        "sync": scaling_model.sync_step(uneven, cluster(16, 8)).waiting_s,
+    }
+    # The mean of the largest of 8 uniform numbers is 8/9 of their range.
+    assert waits_s["across hosts"] == pytest.approx((8 / 9 - 1 / 2) * 0.1, rel=0.1)
+    assert waits_s["local"] < 0.5 * waits_s["across hosts"] < 0.5 * waits_s["sync"]
+
+
 def test_goodput():
     options = {"checkpoint_every_s": 900.0, "checkpoint_s": 100.0, "restart_s": 50.0}
     assert scaling_model.goodput(100, rank_mtbf_s=1e6, **options) == pytest.approx(0.9 * (1 - 500 * 100 / 1e6))
@@ -129,7 +149,9 @@ def test_predictions_of_a_job():
     rows = {(row["ranks"], row["mode"], row["allreduce"]): row for row in predicted["rows"]}
     assert rows[64, "sync", "flat"]["hosts"] == 8
     assert rows[64, "sync", "hierarchical"]["step_ms"] < rows[64, "sync", "flat"]["step_ms"]
+    assert rows[64, "local", "flat"]["step_ms"] < rows[64, "local across hosts", "flat"]["step_ms"]
     assert (2, "sync", "hierarchical") not in rows, "one host"
+    assert (2, "local across hosts", "flat") not in rows, "one host"
     assert 0.8 < rows[64, "local", "flat"]["goodput"] < rows[2, "local", "flat"]["goodput"] < 1
     assert "hierarchical" in prediction.table(predicted)
 

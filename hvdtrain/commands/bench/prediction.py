@@ -32,7 +32,8 @@ def _ranks_per_host(config: PredictionConfig, ranks: int, hosts: int) -> int:
 def predict(
     config: BenchConfig, found: dict[str, Any], seconds: list[float], messages: list[tuple[int, float]]
 ) -> dict[str, Any]:
-    """Predicts steps for each number of ranks, in sync and in local mode.
+    """Predicts steps for each number of ranks, in sync and in local mode; with several ranks per host, also in local
+    mode with ``--average-across host``.
 
     Args:
         found: the results of the measurements.
@@ -47,16 +48,18 @@ def predict(
         hosts = math.ceil(ranks / per_host)
         nothing = Link(0.0, math.inf)
         cluster = Cluster(hosts, min(ranks, per_host), link or nothing, within or nothing)
-        for hierarchical in (False, True) if hosts > 1 and per_host > 1 and within is not None else (False,):
-            local = scaling_model.local_step(
-                step,
-                cluster,
-                config.training.local_sgd.sync_every,
-                overlap=config.training.local_sgd.overlap,
-                hierarchical=hierarchical,
-            )
-            sync = scaling_model.sync_step(step, cluster, hierarchical=hierarchical)
-            for mode, made in (("sync", sync), ("local", local)):
+        has_groups = hosts > 1 and per_host > 1 and within is not None
+        every, overlap = config.training.local_sgd.sync_every, config.training.local_sgd.overlap
+        for hierarchical in (False, True) if has_groups else (False,):
+            modes = {
+                "sync": scaling_model.sync_step(step, cluster, hierarchical=hierarchical),
+                "local": scaling_model.local_step(step, cluster, every, overlap=overlap, hierarchical=hierarchical),
+            }
+            if has_groups:
+                modes["local across hosts"] = scaling_model.local_across_hosts_step(
+                    step, cluster, every, overlap=overlap, hierarchical=hierarchical
+                )
+            for mode, made in modes.items():
                 rows.append(
                     {
                         "ranks": ranks,
@@ -110,13 +113,13 @@ def table(predicted: dict[str, Any]) -> str:
     columns = ("ms/step", "efficiency", "waiting", "communication", "goodput")
     lines = [
         "predicted, not measured:",
-        f"{'ranks':>6} {'hosts':>6} {'mode':>6} {'allreduce':>13}" + "".join(f"{name:>14}" for name in columns),
+        f"{'ranks':>6} {'hosts':>6} {'mode':>18} {'allreduce':>13}" + "".join(f"{name:>14}" for name in columns),
     ]
     for row in predicted["rows"]:
         shares = (row["efficiency"], row["waiting_fraction"], row["communication_fraction"])
         goodput = "" if row["goodput"] is None else f"{row['goodput']:.1%}"
         lines.append(
-            f"{row['ranks']:>6} {row['hosts']:>6} {row['mode']:>6} {row['allreduce']:>13}{row['step_ms']:>14.3f}"
+            f"{row['ranks']:>6} {row['hosts']:>6} {row['mode']:>18} {row['allreduce']:>13}{row['step_ms']:>14.3f}"
             + "".join(f"{share:>14.1%}" for share in shares)
             + f"{goodput:>14}"
         )

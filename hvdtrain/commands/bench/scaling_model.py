@@ -168,6 +168,20 @@ def local_step(
     return Predicted(slowest + exposed_s / every, compute_s, slowest - compute_s, exposed_s / every)
 
 
+def local_across_hosts_step(
+    step: MeasuredStep, cluster: Cluster, every: int, *, overlap: bool = False, hierarchical: bool = False
+) -> Predicted:
+    """Predicts a step of local mode with ``--average-across host``: between averages, each host trains in sync mode."""
+    on_host = sync_step(step, dataclasses.replace(cluster, hosts=1))
+    rng = np.random.default_rng(0)
+    slowest_of_host = rng.choice(step.seconds, (_DRAWS, every, cluster.ranks_per_host)).max(axis=2)
+    compute_s, slowest = on_host.compute_s, slowest_s(slowest_of_host.mean(axis=1), cluster.hosts)
+    reduce_s = allreduce_s(step.bytes, cluster, hierarchical=hierarchical)
+    round_s = every * (slowest + on_host.communication_s)
+    exposed_s = on_host.communication_s + (max(0.0, reduce_s - round_s) if overlap else reduce_s) / every
+    return Predicted(slowest + exposed_s, compute_s, slowest - compute_s, exposed_s)
+
+
 def goodput(
     ranks: int, *, rank_mtbf_s: float, checkpoint_every_s: float, checkpoint_s: float, restart_s: float
 ) -> float:
