@@ -68,13 +68,17 @@ SINGLE = tf.data.Dataset.from_tensor_slices((X, Y))
         InBatches(16),
         InBatches(100),
     ],
-    ids=str,
+    ids=["data set", "full batches", "stream", "batches of 7", "batches of 16", "one batch"],
 )
 def test_batches_train_as_their_samples(source):
     assert trained(source) == trained(SINGLE)
 
 
-@pytest.mark.parametrize("source", [RandomAccess(Samples()), Samples(), (X, Y), (X.tolist(), Y)], ids=str)
+@pytest.mark.parametrize(
+    "source",
+    [RandomAccess(Samples()), Samples(), (X, Y), (X.tolist(), Y)],
+    ids=["random access", "sequence", "arrays", "lists"],
+)
 def test_samples_by_number_train_as_arrays(source):
     if isinstance(source, tuple):
         source = tuple(np.asarray(each, like.dtype) for each, like in zip(source, (X, Y), strict=True))
