@@ -1,11 +1,10 @@
-"""Real jobs with many more ranks than cores: they start, stop, lose ranks and resume, and compute what one process does.
+"""Real jobs with many more ranks than cores: they start, stop, lose ranks and resume, with the results of one process.
 
-``--junitxml=FILE`` records the times: ``benchmarks/results/many_ranks.json`` holds those of one run.
+``--junitxml=FILE`` records the times as properties; benchmarks/results/many_ranks.json holds some of them.
 """
 
 import json
 import re
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from test_faults import steps_of_checkpoints
 
 pytestmark = pytest.mark.long
 
+# Those that do not fit into the memory are skipped.
+RANKS = (16, 32, 48, 64)
 MPI, GLOO = "mpirun", "horovodrun --gloo"
 # An epoch is 8 steps of this batch, the last of which has 93 samples: with 64 ranks, some have one, others two.
 BATCH = 192
@@ -33,7 +34,7 @@ MARGIN_S, RANK_S = 300.0, 30.0
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory) -> Path:
     """The run that all others must equal."""
-    return train_alone(tmp_path_factory.mktemp("one") / "run", STEPS, BATCH)
+    return train_alone(tmp_path_factory.mktemp("one") / "run", STEPS, BATCH, timeout_s=600)
 
 
 class ManyRanks:
@@ -58,7 +59,7 @@ class ManyRanks:
         """Runs a job to its end.
 
         Args:
-            event: ``step, rank, signal, where``, see elastic_task.py.
+            event: ``step, rank, signal, where``; elastic_task.py describes them.
         """
         name = f"{ranks} ranks, {launcher}, {event[2] if event else 'to the end'}"
         events, times = self._new_folder(event)
@@ -66,9 +67,14 @@ class ManyRanks:
         return self.end(Job(line, ranks=ranks, launcher=launcher, cwd=ROOT), ranks, name, events, times)
 
     def train_elastic(self, ranks: int, events: list, steps: int) -> tuple[ElasticJob, Finished]:
-        folder, times = self.folder, self._new_folder(())[1]
-        job = ElasticJob(f"1:{ranks}", folder, events, *OPTIONS, length=("--steps", str(steps)))
-        done = self.end(job, ranks, f"{ranks} ranks, elastic", folder / "events.json", times)
+        """Runs an elastic job to its end; records also how long each change of its ranks held it up."""
+        _, times = self._new_folder(())
+        job = ElasticJob(f"1:{ranks}", self.folder, events, *OPTIONS, length=("--steps", str(steps)))
+        done = self.end(job, ranks, f"{ranks} ranks, elastic", None, times)
+        if done.code == 0:
+            changes = summary(self.run_dir)["membership_changes"]
+            pauses = [[each["ranks"], round(each["pause_seconds"], 1)] for each in changes]
+            self._record(f"{ranks} ranks, elastic: changes", json.dumps(pauses))
         return job, done
 
     def _new_folder(self, event: tuple) -> tuple[Path, Path]:
@@ -79,8 +85,13 @@ class ManyRanks:
         self._monkeypatch.setenv("HVDTRAIN_TEST_TIMES", str(times))
         return events, times
 
-    def end(self, job: Job, ranks: int, name: str, events: Path, times: Path) -> Finished:
-        """Waits for the end, of all processes too; records the times in seconds."""
+    def end(self, job: Job, ranks: int, name: str, events: Path | None, times: Path) -> Finished:
+        """Waits for the end, of all processes too; records the times in seconds.
+
+        Args:
+            events: None: do not record how long after a signal the job ended.
+            times: where the processes note them.
+        """
         began = time.time()
         try:
             done = job.end(MARGIN_S + RANK_S * ranks)
@@ -95,7 +106,7 @@ class ManyRanks:
         first = [float(file.read_text().split(maxsplit=2)[1]) for file in times.glob("*.txt")]
         if first:
             found["first_step_s"] = sorted(first)[min(ranks, len(first)) - 1] - began
-        if (happened := events.with_name("events.json.0")).exists():
+        if events is not None and (happened := events.with_name("events.json.0")).exists():
             found["signal_to_end_s"] = ended - float(happened.read_text().split()[0])
         self._record(name, json.dumps({key: round(value, 1) for key, value in found.items()}))
         return done
@@ -106,7 +117,8 @@ def jobs(tmp_path, monkeypatch, record_testsuite_property) -> ManyRanks:
     return ManyRanks(tmp_path, monkeypatch, record_testsuite_property)
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [(MPI, 16), (GLOO, 16), (MPI, 32), (GLOO, 32), (MPI, 64), (GLOO, 64)])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("launcher", [MPI, GLOO])
 def test_equal_to_one_process(launcher, ranks, one_process, jobs):
     jobs.require_memory(ranks)
     done = jobs.train(ranks, launcher)
@@ -118,7 +130,8 @@ def test_equal_to_one_process(launcher, ranks, one_process, jobs):
     assert_equal_runs(jobs.run_dir, one_process)
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [(MPI, 16), (GLOO, 16), (MPI, 32), (GLOO, 32), (MPI, 64), (GLOO, 64)])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("launcher", [MPI, GLOO])
 def test_a_stop_and_a_lost_rank_are_resumed_on_other_numbers(launcher, ranks, one_process, jobs):
     """Each of the three jobs has another number of ranks, and the last another launcher."""
     jobs.require_memory(ranks)
@@ -138,7 +151,7 @@ def test_a_stop_and_a_lost_rank_are_resumed_on_other_numbers(launcher, ranks, on
     saved = steps_of_checkpoints(jobs.run_dir)[-1]
     assert saved in (12, 16)
 
-    done = jobs.train(ranks // 4, GLOO if launcher == MPI else MPI)
+    done = jobs.train(4, GLOO if launcher == MPI else MPI)
     assert done.code == 0, done.output
     assert summary(jobs.run_dir)["resumed_from"] == saved
     assert_equal_runs(jobs.run_dir, one_process)
@@ -151,7 +164,7 @@ def test_local_sgd(launcher, ranks, tmp_path, jobs):
     sgd = ["--optimizer", "sgd", "--learning-rate", "0.1"]
     done = jobs.train(ranks, launcher, *sgd, "--mode", "local", "--sync-every", "1")
     assert done.code == 0, done.output
-    assert_equal_runs(jobs.run_dir, train_alone(tmp_path / "one", STEPS, BATCH, options=sgd))
+    assert_equal_runs(jobs.run_dir, train_alone(tmp_path / "one", STEPS, BATCH, 600, sgd))
 
 
 @pytest.mark.parametrize(("launcher", "ranks"), [(GLOO, 16), (MPI, 64)])
@@ -166,7 +179,7 @@ def test_wait_free_local_sgd(launcher, ranks, jobs):
     assert found["loss"] < 2.3
 
 
-@pytest.mark.parametrize("ranks", [16, 32, 64])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_an_elastic_job(ranks, tmp_path, jobs):
     """Loses one rank, then two at once, starts others in their place, and lets one leave."""
     jobs.require_memory(ranks)
@@ -183,4 +196,4 @@ def test_an_elastic_job(ranks, tmp_path, jobs):
     changes = summary(jobs.run_dir)["membership_changes"]
     assert ranks in [change["ranks"] for change in changes]
     assert changes[-1]["ranks"] == ranks - 1
-    assert_equal_runs(jobs.run_dir, train_alone(tmp_path / "one", steps, BATCH))
+    assert_equal_runs(jobs.run_dir, train_alone(tmp_path / "one", steps, BATCH, 600))
