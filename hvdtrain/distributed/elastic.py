@@ -56,7 +56,7 @@ class ElasticCollectives(HorovodCollectives):
         """
         self.leave()
         environment.set_place(place, interface, rendezvous)
-        environment.set_gloo_timeout_of_restarts()
+        environment.set_gloo_timeout_of_restarts(place["size"])
         with self._noting_sockets():
             self._hvd.init()
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
@@ -16,9 +17,11 @@ TRAIN = [sys.executable, "-m", "hvdtrain", "--task", str(TESTS / "elastic_task.p
 GLOBAL_BATCH = 48
 
 
-def train_alone(run_dir: Path, steps: int, batch_size: int = GLOBAL_BATCH, timeout_s: float = 120) -> Path:
+def train_alone(
+    run_dir: Path, steps: int, batch_size: int = GLOBAL_BATCH, timeout_s: float = 120, options: Sequence[str] = ()
+) -> Path:
     """Trains, or completes a run, on one process; returns the run directory."""
-    line = [*TRAIN, "--batch-size", str(batch_size), "--steps", str(steps), "--run-dir", str(run_dir)]
+    line = [*TRAIN, *options, "--batch-size", str(batch_size), "--steps", str(steps), "--run-dir", str(run_dir)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr
     return run_dir

@@ -76,7 +76,7 @@ def main(kind: str) -> None:
     rendezvous = Rendezvous(HOST)
     environment.choose_settings_for_restarts(deterministic=False)
     # Without the cut, the test would take the launcher's time limit.
-    environment.set_gloo_timeout_of_restarts = lambda: os.environ.update(HOROVOD_GLOO_TIMEOUT_SECONDS="600")
+    environment.set_gloo_timeout_of_restarts = lambda _: os.environ.update(HOROVOD_GLOO_TIMEOUT_SECONDS="600")
     environment.set_place(dataclasses.asdict(Place(0, 1, 0, 1, 0, 1)), "lo", (HOST, rendezvous.port))
     collectives = ElasticCollectives(environment.launcher())
 

@@ -23,6 +23,13 @@ def test_gloo_does_not_end_a_start_before_the_stall_timeout(stall_timeout_s, exp
     assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected  # What is set stays.
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [(1, "3"), (12, "3"), (13, "4"), (48, "12"), (64, "16")])
+def test_the_ranks_of_an_elastic_job_have_longer_to_connect_if_there_are_many(ranks, expected, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "660"})
+    environment.set_gloo_timeout_of_restarts(ranks)
+    assert os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] == expected
+
+
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
