@@ -19,7 +19,7 @@ JOBS = {
     ("local_sgd", 2): 27,
     ("averager", 2): 13,
     ("subsets", 4): 13,
-    ("balancing", 2): 8,
+    ("balancing", 2): 10,
     ("quorum", 2): 10,
     ("compression", 2): 24,
     ("few_bits", 2): 12,
