@@ -5,9 +5,9 @@ from launcher import run_cases
 
 pytestmark = pytest.mark.slow
 
-# A file of cases and the number of ranks, to how many cases have to pass.
+# Files of cases and the number of ranks, to how many cases have to pass.
 JOBS = {
-    ("numerics", 2): 34,
+    ("numerics+large_messages", 2): 34,
     ("options", 2): 22,
     ("optimizer", 2): 46,
     ("training", 2): 41,
@@ -28,8 +28,8 @@ JOBS = {
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
 LONG_JOBS |= {("sharded_optimizer", 2): 43, ("sharded_optimizer", 4): 43}
-LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics", 2): 40, ("quorum", 2): 16}
-LONG_JOBS |= {("fit", 4): 44, ("local_sgd", 4): 30, ("numerics", 4): 36, ("resume", 4): 15}
+LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics+large_messages", 2): 40, ("quorum", 2): 16}
+LONG_JOBS |= {("fit", 4): 44, ("local_sgd", 4): 30, ("numerics+large_messages", 4): 36, ("resume", 4): 15}
 
 
 @pytest.mark.parametrize(("name", "ranks"), JOBS)
