@@ -11,6 +11,7 @@ from contributions import samples_of_updates
 from keras import layers
 from models import NUM_CLASSES, loss, relative_difference, samples, values
 from trainers import make_trainer
+from trainings import dtype_policy
 
 import hvdtrain
 from hvdtrain.data import Arrays
@@ -42,6 +43,12 @@ class HoldUp(layers.Layer):
         self.count = 0
         self.has_closed = lambda: False
 
+    def wait(self):
+        time.sleep(self.always)
+        if self.count in self.calls:
+            self.hold_up()
+        self.count += 1
+
     def hold_up(self):
         # A fixed time would be too short on a busy machine.
         until_s = time.monotonic() + self.at_most_s
@@ -54,10 +61,7 @@ class HoldUp(layers.Layer):
             return x
 
         def pause(rows):
-            time.sleep(self.always)
-            if self.count in self.calls:
-                self.hold_up()
-            self.count += 1
+            self.wait()
             return rows
 
         @tf.custom_gradient
@@ -220,6 +224,39 @@ def test_embeddings_are_reduced_as_dense_gradients_and_the_optimizer_reduces_aga
     assert relative_difference(values(model.weights), values(sync.weights)) < 1e-4
     model.train_on_batch((x[:8] + RANK) % 50, Y[:8])
     assert_equal_replicas(model)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["", "jit_compile"])
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("float64", 1e-10), ("mixed_bfloat16", 0.02), ("mixed_float16", 0.005)]
+)
+def test_xla_and_mixed_precision(policy, tolerance, jit_compile, folder, monkeypatch):
+    """Ranks are held up while they read, because XLA compiles no layer that sleeps."""
+    path = folder / "contributions.jsonl"
+    make_sgd = lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5)
+    with dtype_policy(policy):
+        keras.config.set_floatx("float64" if policy == "float64" else "float32")
+        try:
+            model = make_model(100 + RANK, optimizer=make_sgd())
+            trainer = trainer_of(model, record=str(path), jit_compile=jit_compile)
+            reading, feed = occasional_hold_ups(), trainer._strategy._feed
+            reading.has_closed = lambda: trainer._strategy._exchange.has_closed
+            read = feed.batch
+
+            def read_late(shares, micro_batch):
+                reading.wait()
+                return read(shares, micro_batch)
+
+            monkeypatch.setattr(feed, "batch", read_late)
+            summary = trainer.fit()
+            expected = alone(recorded(path), optimizer=make_sgd())
+        finally:
+            keras.config.set_floatx("float32")
+    assert_equal_replicas(model)
+    assert relative_difference(values(model.weights), values(expected.weights)) < tolerance
+    assert summary["samples"] == EPOCHS * len(X)
+    assert summary["dropped_micro_batches"][-1] >= 1
 
 
 @pytest.mark.long
