@@ -28,7 +28,7 @@ JOBS = {
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
 LONG_JOBS |= {("sharded_optimizer", 2): 43, ("sharded_optimizer", 4): 43}
-LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics+large_messages", 2): 40, ("quorum", 2): 16}
+LONG_JOBS |= {("options", 1): 22, ("optimizer", 4): 34, ("numerics+large_messages", 2): 40, ("quorum", 2): 22}
 LONG_JOBS |= {("fit", 4): 44, ("local_sgd", 4): 30, ("numerics+large_messages", 4): 36, ("resume", 4): 15}
 
 
@@ -43,3 +43,11 @@ def test_all_cases(name, ranks, tmp_path):
     run_cases(
         name, "-m", "long or not long", ranks=ranks, minimum=LONG_JOBS[name, ranks], folder=tmp_path, timeout_s=900
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["balancing", "quorum"])
+def test_stragglers_on_gloo(name, tmp_path):
+    minimum = LONG_JOBS.get((name, 2), JOBS[name, 2])
+    more = ["-m", "long or not long"]
+    run_cases(name, *more, ranks=2, launcher="horovodrun --gloo", minimum=minimum, folder=tmp_path, timeout_s=900)
