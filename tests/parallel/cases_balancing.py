@@ -82,7 +82,8 @@ def trainer_of(model, source=None, **options) -> hvdtrain.Trainer:
     return make_trainer(model, source or Arrays(X, Y), **options)
 
 
-SLOW, FAST = 4e-4, 1e-4
+# Seconds per sample: long enough for a step to show them on a busy machine.
+SLOW, FAST = 1.6e-3, 4e-4
 
 
 def pause_of_first_rank() -> Pause:
