@@ -7,7 +7,7 @@ pytestmark = pytest.mark.slow
 
 # Files of cases and the number of ranks, to how many cases have to pass.
 JOBS = {
-    ("numerics+large_messages", 2): 34,
+    ("numerics+large_messages", 2): 36,
     ("options", 2): 22,
     ("optimizer", 2): 46,
     ("training", 2): 41,
