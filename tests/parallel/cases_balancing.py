@@ -33,12 +33,14 @@ class Pause(layers.Layer):
     def __init__(self, seconds_per_sample):
         super().__init__()
         self.seconds_per_sample = seconds_per_sample
+        self.batch_sizes = []
         self.num_traces = 0
 
     def call(self, x):
         self.num_traces += 1
 
         def pause(rows):
+            self.batch_sizes.append(len(rows))
             time.sleep(len(rows) * self.seconds_per_sample)
             return rows
 
@@ -80,9 +82,13 @@ def trainer_of(model, source=None, **options) -> hvdtrain.Trainer:
     return make_trainer(model, source or Arrays(X, Y), **options)
 
 
+# Seconds per sample: long enough for a step to show them on a busy machine.
+SLOW, FAST = 1.6e-3, 4e-4
+
+
 def pause_of_first_rank() -> Pause:
     """One rank takes four times as long as the others for a sample."""
-    return Pause(4e-4 if RANK == 0 else 1e-4)
+    return Pause(SLOW if RANK == 0 else FAST)
 
 
 def assert_equals_one_process(model, **options) -> None:
@@ -108,6 +114,27 @@ def test_a_slow_rank_gets_fewer_samples_and_the_updates_are_those_of_one_process
     assert pause.num_traces <= 3
     assert_equals_one_process(model, even=True)
     assert len(set(COLLECTIVES.allgather(str(sizes)))) == 1
+
+
+def test_a_changed_speed_is_followed_within_two_intervals():
+    """Within an interval, the slow rank becomes fast and the last one slow."""
+    every, changed_at = 8, 28
+
+    class ChangeSpeeds(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if trainer.step == changed_at:
+                pause.seconds_per_sample = SLOW if RANK == SIZE - 1 else FAST
+
+    pause = pause_of_first_rank()
+    model = make_model(100 + RANK, pause)
+    options = {"balance": True, "balance_every": every, "callbacks": [ChangeSpeeds()]}
+    trainer = trainer_of(model, Arrays(EVEN_X, EVEN_Y), **options)
+    trainer.fit()
+    sizes = np.array(COLLECTIVES.allgather(pause.batch_sizes[-STEPS:]))
+    before, after = sizes[:, changed_at - 1], sizes[:, changed_at + 2 * every]
+    assert before[0] < before[1:].min() / 2
+    assert after[-1] < after[:-1].min() / 2
+    assert_equals_one_process(model, even=True)
 
 
 @pytest.mark.parametrize("source", [Arrays, Stream])

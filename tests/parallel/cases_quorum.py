@@ -7,9 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from contributions import samples_of_updates
 from keras import layers
 from models import NUM_CLASSES, loss, relative_difference, samples, values
+from tensorflow.python.framework import config
 from trainers import make_trainer
+from trainings import dtype_policy
 
 import hvdtrain
 from hvdtrain.data import Arrays
@@ -29,20 +32,37 @@ EPOCHS = 2
 
 
 class HoldUp(layers.Layer):
-    """Sleeps at some calls of a rank's forward pass, and a little at all."""
+    """Sleeps a little in a rank's forward pass, and at some calls until the update has closed without this rank.
 
-    def __init__(self, calls=(), seconds=0.2, always=0.01):
+    Args:
+        at_most_s: how long at those calls; the other ranks may have to wait for this one.
+    """
+
+    def __init__(self, calls=(), always=0.01, at_most_s=2.0):
         super().__init__()
-        self.calls, self.seconds, self.always = set(calls), seconds, always
+        self.calls, self.always, self.at_most_s = set(calls), always, at_most_s
         self.count = 0
+        self.has_closed = lambda: False
+
+    def wait(self):
+        time.sleep(self.always)
+        if self.count in self.calls:
+            self.hold_up()
+        self.count += 1
+
+    def hold_up(self):
+        # A fixed time would be too short on a busy machine.
+        until_s = time.monotonic() + self.at_most_s
+        while not self.has_closed() and time.monotonic() < until_s:
+            time.sleep(0.005)
+        time.sleep(0.1)
 
     def call(self, x, training=False):
         if not training:
             return x
 
         def pause(rows):
-            time.sleep(self.seconds if self.count in self.calls else self.always)
-            self.count += 1
+            self.wait()
             return rows
 
         @tf.custom_gradient
@@ -76,6 +96,14 @@ def double_precision():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.fixture
+def not_deterministic():
+    """XLA excludes it, and the fixtures enable it."""
+    config.disable_op_determinism()
+    yield
+    config.enable_op_determinism()
+
+
 def trainer_of(model, **options) -> hvdtrain.Trainer:
     source = options.pop("source", None) or Arrays(X, Y)
     # A long grace: on a busy machine a rank may be late by more than a tenth of these short steps.
@@ -85,7 +113,11 @@ def trainer_of(model, **options) -> hvdtrain.Trainer:
         del options["step_grace"]
     if "steps" in options:
         del options["epochs"]
-    return make_trainer(model, source, log_every=1000, **options)
+    trainer = make_trainer(model, source, log_every=1000, **options)
+    for layer in model.layers:
+        if isinstance(layer, HoldUp):
+            layer.has_closed = lambda: trainer._strategy._exchange.has_closed
+    return trainer
 
 
 def recorded(path) -> list[tuple[int, ...]]:
@@ -94,17 +126,7 @@ def recorded(path) -> list[tuple[int, ...]]:
 
 
 def batches_of(contributions) -> list[np.ndarray]:
-    """The sample numbers of each update."""
-    plan = SamplePlan(num_samples=len(X), batch_size=BATCH, size=SIZE, seed=SEED)
-    ledger = QuorumLedger(plan, QuorumConfig(quorum=1))
-    batches = []
-    for ranks in contributions:
-        shares = ledger.shares
-        next_ones = [shares.next_of(rank) for rank in ranks]
-        positions = [shares.positions_of(rank, each.index) for rank, each in zip(ranks, next_ones, strict=True)]
-        batches.append(plan.order(shares.epoch)[np.concatenate(positions)])
-        ledger.record(ranks)
-    return batches
+    return samples_of_updates(contributions, SamplePlan(num_samples=len(X), batch_size=BATCH, size=SIZE, seed=SEED))
 
 
 def alone(contributions, **options) -> keras.Model:
@@ -214,6 +236,40 @@ def test_embeddings_are_reduced_as_dense_gradients_and_the_optimizer_reduces_aga
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("not_deterministic")
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["", "jit_compile"])
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("float64", 1e-10), ("mixed_bfloat16", 0.02), ("mixed_float16", 0.005)]
+)
+def test_xla_and_mixed_precision(policy, tolerance, jit_compile, folder, monkeypatch):
+    """Ranks are held up while they read, because XLA compiles no layer that sleeps."""
+    path = folder / "contributions.jsonl"
+    make_sgd = lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5)
+    with dtype_policy(policy):
+        keras.config.set_floatx("float64" if policy == "float64" else "float32")
+        try:
+            model = make_model(100 + RANK, optimizer=make_sgd())
+            trainer = trainer_of(model, record=str(path), jit_compile=jit_compile)
+            reading, feed = occasional_hold_ups(), trainer._strategy._feed
+            reading.has_closed = lambda: trainer._strategy._exchange.has_closed
+            read = feed.batch
+
+            def read_late(shares, micro_batch):
+                reading.wait()
+                return read(shares, micro_batch)
+
+            monkeypatch.setattr(feed, "batch", read_late)
+            summary = trainer.fit()
+            expected = alone(recorded(path), optimizer=make_sgd())
+        finally:
+            keras.config.set_floatx("float32")
+    assert_equal_replicas(model)
+    assert relative_difference(values(model.weights), values(expected.weights)) < tolerance
+    assert summary["samples"] == EPOCHS * len(X)
+    assert summary["dropped_micro_batches"][-1] >= 1
+
+
+@pytest.mark.long
 def test_loss_scaling_skips_an_overflow_on_all_ranks():
     model = make_model(100 + RANK, occasional_hold_ups(), optimizer=make_optimizer("loss scale"))
     # The first scales are too large for losses of this size.
@@ -272,7 +328,7 @@ def test_a_replay_is_bit_identical_also_if_it_is_stopped_and_resumed(folder, wat
     _, first = trained(100, occasional_hold_ups(), *noisy_layers(), record=path)
     assert first["updates"] > first["steps"]
     # Other ranks are held up now.
-    _, again = trained(100, HoldUp({2} if RANK == 0 else ()), *noisy_layers(), replay=path)
+    _, again = trained(100, HoldUp({2} if RANK == 0 else (), at_most_s=0.2), *noisy_layers(), replay=path)
     assert again["weights_sha256"] == first["weights_sha256"]
     assert again["loss"] == first["loss"]
     assert (again["updates"], again["missed_updates"]) == (first["updates"], first["missed_updates"])

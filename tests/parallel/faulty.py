@@ -2,8 +2,9 @@
 
 The first argument is a JSON object: ``fault`` is injected on ``ranks`` before ``step``, or after it if ``after`` is
 set, and not before the folder ``checkpoint`` exists, if set. ``mark`` is a file to which the time of the fault is
-written, ``made`` a folder to which each rank writes its number of completed steps at the end. The other arguments are
-those of the command line.
+written, ``made`` a folder to which each rank writes its number of completed steps at the end. ``--balance`` takes
+ranks to have made ``speeds`` samples per second, instead of measuring them. The other arguments are those of the
+command line.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+
 from hvdtrain.system import environment, tensorflow_start
 
 tensorflow_start.import_tensorflow()
@@ -22,11 +25,14 @@ tensorflow_start.import_tensorflow()
 from hvdtrain.commands.cli import main  # noqa: E402
 from hvdtrain.data import feeds  # noqa: E402
 from hvdtrain.system import atomic_files  # noqa: E402
+from hvdtrain.training.load_balancing import LoadBalancer  # noqa: E402
+from hvdtrain.training.strategies.quorum import QuorumStrategy  # noqa: E402
 from hvdtrain.training.train_step import TrainStep  # noqa: E402
 
 SPEC = json.loads(sys.argv[1])
 RANK = environment.launcher().rank
 run, sync, training_dataset = TrainStep.run, atomic_files.sync, feeds.training_dataset
+run_quorum, balance = QuorumStrategy.run, LoadBalancer.update
 
 
 def mark_time() -> None:
@@ -72,6 +78,19 @@ def run_with_fault(train_step: TrainStep, steps: int) -> None:
     time.sleep(SPEC.get("step_s", 0))
 
 
+def run_quorum_with_fault(strategy: QuorumStrategy, max_steps: int) -> None:
+    if RANK in SPEC["ranks"] and strategy._progress.step == SPEC["step"]:
+        inject(strategy._train_step)
+    run_quorum(strategy, max_steps)
+
+
+def balance_by_speeds(balancer: LoadBalancer, micro_batch: int) -> None:
+    """Measured times would differ between runs."""
+    seconds = [size / speed for size, speed in zip(balancer.rank_batch_sizes, SPEC["speeds"], strict=True)]
+    balancer._times.all_steps[-1][:, :, 1] = np.array(seconds)[:, None]
+    balance(balancer, micro_batch)
+
+
 def slow_input(*arguments, **options):
     """Delays one batch."""
     import tensorflow as tf
@@ -110,8 +129,11 @@ elif SPEC["fault"] == "slow input":
     feeds.training_dataset = slow_input
 else:
     TrainStep.run = run_with_fault
+    QuorumStrategy.run = run_quorum_with_fault
     if "sync_s" in SPEC:
         atomic_files.sync = slow_sync
+if "speeds" in SPEC:
+    LoadBalancer.update = balance_by_speeds
 code = main(sys.argv[2:])
 if "made" in SPEC:
     Path(SPEC["made"], f"rank{RANK}").write_text(str(run_with_fault.completed))

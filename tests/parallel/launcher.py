@@ -185,13 +185,15 @@ def run_commands(lines: Sequence[Sequence[object]], *, ranks: int, folder: Path,
     return [Finished(code.pop(), output) for code, output in zip(codes, outputs, strict=True)]
 
 
-def run_cases(name: str, *more: str, ranks: int, minimum: int, folder: Path, timeout_s: float) -> None:
+def run_cases(
+    names: str, *more: str, ranks: int, launcher: str = "mpirun", minimum: int, folder: Path, timeout_s: float
+) -> None:
     """Runs ``cases_<name>.py`` under pytest on every rank; each rank must pass at least ``minimum`` tests.
 
-    ``more`` are options of pytest.
+    ``names`` are joined by ``+``, to start TensorFlow only once. ``more`` are options of pytest.
     """
-    command = [sys.executable, str(TESTS / "run_cases.py"), name, str(folder), *more]
-    job = run_job(command, ranks=ranks, timeout_s=timeout_s)
+    command = [sys.executable, str(TESTS / "run_cases.py"), names, str(folder), *more]
+    job = run_job(command, ranks=ranks, launcher=launcher, timeout_s=timeout_s)
     logs = "\n".join(
         f"--- rank {rank}\n{_tail(log.read_text())}"
         for rank in range(ranks)

@@ -1,4 +1,4 @@
-"""Started by a launcher on every rank: runs one file of cases under pytest and writes the output to the rank's log."""
+"""Started by a launcher on every rank: runs files of cases under pytest and writes the output to the rank's log."""
 
 import os
 import sys
@@ -10,18 +10,19 @@ from hvdtrain.system import environment, tensorflow_start
 
 
 def main() -> int:
-    name, folder, more = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    names, folder, more = sys.argv[1].split("+"), Path(sys.argv[2]), sys.argv[3:]
     rank = environment.launcher().rank
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     tensorflow_start.import_tensorflow()
-    (cases,) = Path(__file__).parents[1].glob(f"*/cases_{name}.py")
+    files = [path for name in names for path in Path(__file__).parents[1].glob(f"*/cases_{name}.py")]
+    assert len(files) == len(names), f"files of cases must exist. Received: {names}, found: {files}"
     # -x: a rank that fails must end, or the others wait for it in their next collective.
     # xunit1: properties of a test case are part of it.
     options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
-    arguments = [str(cases), *options, f"--junitxml={folder / f'rank{rank}.xml'}"]
-    code = pytest.main([*arguments, f"--rootdir={cases.parent}", *more])
+    arguments = [*map(str, files), *options, f"--junitxml={folder / f'rank{rank}.xml'}"]
+    code = pytest.main([*arguments, f"--rootdir={files[0].parent}", *more])
     if code != 0:
         sys.stdout.flush()
         os._exit(int(code))  # without Horovod's shutdown, which waits for the other ranks

@@ -40,10 +40,13 @@ def uninterrupted(tmp_path_factory) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def start(run_dir: Path, fault: str, *, ranks=(1,), step=47, launcher="mpirun", more=(), **spec) -> tuple[Job, Path]:
+def start(
+    run_dir: Path, fault: str, *, ranks=(1,), step=47, launcher="mpirun", options=OPTIONS, more=(), **spec
+) -> tuple[Job, Path]:
     mark = run_dir.parent / "time of fault"
     spec = {"fault": fault, "ranks": list(ranks), "step": step, "mark": str(mark), **spec}
-    return Job([*FAULTY, json.dumps(spec), *flags(run_dir, *more)], ranks=2, launcher=launcher), mark
+    command = [*FAULTY, json.dumps(spec), *options, "--run-dir", str(run_dir), *more]
+    return Job(command, ranks=2, launcher=launcher), mark
 
 
 def wait_for_fault(job: Job, mark: Path) -> set[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launcher import LONG, run_job
-from test_faults import TRAIN, ended_in_time, flags, start, steps_of_checkpoints
+from test_faults import EVERY, STEPS, TRAIN, ended_in_time, flags, start, steps_of_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -55,20 +55,30 @@ def test_a_non_finite_replica_ends_the_job_before_it_is_averaged(more, tmp_path)
     )
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", LONG("horovodrun --gloo")])
-def test_a_wait_free_job_stops_and_resumes(launcher, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "launcher"),
+    [("SIGTERM", "mpirun"), LONG("SIGTERM", "horovodrun --gloo"), LONG("SIGKILL", "mpirun")],
+)
+def test_a_wait_free_job_is_stopped_or_killed_and_resumes(fault, launcher, tmp_path):
     more = ["--mode", "local", "--sync-every", "5", "--wait-free"]
     run_dir = tmp_path / "run"
-    job, _ = start(run_dir, "SIGTERM", more=more, launcher=launcher)
+    checkpoint = run_dir / "checkpoints" / f"step-{EVERY:08d}"
+    # The steps of this rank: by then, the run has made more than EVERY.
+    spec = {"step": 70, "checkpoint": str(checkpoint)} if fault == "SIGKILL" else {}
+    job, _ = start(run_dir, fault, more=more, launcher=launcher, **spec)
     done = job.end(90)
     # horovodrun --gloo returns 1 for any failure.
-    assert done.code == (75 if launcher == "mpirun" else 1), done.output
+    assert fault == "SIGKILL" or done.code == (75 if launcher == "mpirun" else 1), done.output
     saved = steps_of_checkpoints(run_dir)[-1]
-    assert saved < 120
+    if fault == "SIGKILL":
+        assert done.code != 0, done.output
+        assert "lost connection to rank 1 (host " in done.messages[0], done.output
+        assert saved % EVERY == 0
+    assert saved < STEPS
     again = run_job([*TRAIN, *flags(run_dir, *more)], ranks=2, launcher=launcher, timeout_s=90)
     assert again.code == 0, again.output
     assert summary_of(run_dir)["resumed_from"] == saved
-    assert summary_of(run_dir)["steps"] == 120
+    assert summary_of(run_dir)["steps"] == STEPS
 
 
 def test_ranks_of_a_host_average_their_gradients(tmp_path):

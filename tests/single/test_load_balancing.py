@@ -99,6 +99,24 @@ def test_a_rank_of_half_the_speed_gets_half_the_samples():
     assert rebalanced(sizes, [32, 32, 16, 32], 56) == (28, 28, 28, 28)
 
 
+@pytest.mark.parametrize("changed_at", [32, 33, 39, 40, 41, 47])
+def test_a_changed_speed_is_followed_within_two_intervals(changed_at):
+    """Whenever in an interval it changes."""
+    every, before, after = 16, (1.0, 0.5, 0.5), (0.5, 1.0, 0.25)
+    made = balancer(3, ranks_may_change=False, balance=True, balance_every=every)
+    window = []
+    for step in range(changed_at + 2 * every):
+        if step == changed_at:
+            assert made.rank_batch_sizes == (10, 19, 19)
+        seconds = seconds_of(made.rank_batch_sizes, before if step < changed_at else after, [0.0] * 3)
+        window.append([[0.0, each, 0.0] for each in seconds])
+        if len(window) == every:
+            made._times.all_steps.append(np.array(window).swapaxes(0, 1))
+            window.clear()
+            made.update(step + 1)
+    assert made.rank_batch_sizes == (14, 7, 27)
+
+
 def test_noise_changes_nothing():
     generator = np.random.default_rng(0)
     for _ in range(200):

@@ -250,6 +250,25 @@ def test_contributions_are_recorded_and_continued(tmp_path):
         read_contributions(str(tmp_path / "other"), 3)
 
 
+def test_a_killed_run_leaves_the_contributions_up_to_its_checkpoint(tmp_path):
+    path = tmp_path / "contributions.jsonl"
+    file = ContributionFile(str(path), 2)
+    file.start(0)
+    for _ in range(3):
+        file.add((0, 1))
+    file.flush()
+    # What is buffered is written in blocks, which do not end with a line.
+    with path.open("a") as block:
+        block.write("[0,")
+    assert read_contributions(str(path), 2) == [(0, 1)] * 3
+    resumed = ContributionFile(str(path), 2)
+    resumed.start(2)
+    resumed.add((1,))
+    # Killed before it has saved anything: nothing was flushed.
+    assert read_contributions(str(path), 2) == [(0, 1)] * 2
+    ContributionFile(str(path), 2).start(2)
+
+
 def test_a_replay_of_another_run_is_refused():
     ledger = ledger_of()
     ledger.replay([(0, 1, 2), (0, 1, 3)])

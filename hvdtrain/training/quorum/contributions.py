@@ -1,7 +1,7 @@
 """Who contributed to each update, in a file: written while training, and read to repeat the run."""
 
 import json
-from collections.abc import Sequence
+import os
 from pathlib import Path
 from typing import TextIO
 
@@ -23,19 +23,21 @@ class ContributionFile:
         Raises:
             UsageError: the file does not hold so many, or not of this number of ranks.
         """
-        kept: Sequence[Contributors] = []
         if updates:
-            kept = read_contributions(str(self._path), self._num_ranks)[:updates]
-            if len(kept) < updates:
+            found = len(read_contributions(str(self._path), self._num_ranks))
+            if found < updates:
                 raise UsageError(
-                    f"--record must continue the file of the resumed run. Received: {self._path} with {len(kept)} "
+                    f"--record must continue the file of the resumed run. Received: {self._path} with {found} "
                     f"updates of {updates}. Leave --record out, or start the run anew."
                 )
+            # In place: a run that is killed before it saves again will need these lines.
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            os.truncate(self._path, sum(len(line) for line in lines[: 1 + updates]))
+            self._file = self._path.open("a", encoding="utf-8")
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", encoding="utf-8")
         self._file.write(json.dumps({"ranks": self._num_ranks}) + "\n")
-        for each in kept:
-            self.add(each)
 
     def add(self, contributors: Contributors) -> None:
         """Appends an update."""
@@ -57,11 +59,13 @@ class ContributionFile:
 def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
     """The contributors of each update in a file of :class:`ContributionFile`.
 
+    A last line without its end, as a killed run may leave it, is ignored.
+
     Raises:
         UsageError: it cannot be read, or is not one of this number of ranks.
     """
     try:
-        head, *lines = Path(path).read_text("utf-8").splitlines()
+        head, *lines, _ = Path(path).read_text("utf-8").split("\n")
         ranks = json.loads(head)["ranks"]
         found = [tuple(json.loads(line)) for line in lines]
         is_valid = all(each and set(each) <= set(range(ranks)) for each in found)
