@@ -1,0 +1,9 @@
+"""Hooks for all tests."""
+
+import os
+
+
+def pytest_xdist_auto_num_workers(config):
+    """The quick tier as a whole runs in two processes. Launched jobs use all cores, and single files start sooner."""
+    is_quick_tier = config.option.markexpr == "not slow and not long" and config.args == config.getini("testpaths")
+    return min(2, os.cpu_count() or 1) if is_quick_tier else 0
