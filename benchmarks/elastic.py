@@ -186,7 +186,7 @@ def measure_horovod(ranks: int, kills: int, folder: Path) -> list[float]:
                 steps = steps_in(times)
                 steps.pop(victim)
                 # A step that was under way may still end.
-                after = [at for each in steps.values() for at, _, size in each if at > killed_s + 0.2]
+                after = [at for each in steps.values() for at, _, size in each if at > killed_s and size != ranks]
             losses.append(min(after, default=math.inf) - killed_s)
         finally:
             os.killpg(job.pid, signal.SIGKILL)

@@ -58,7 +58,11 @@ class SplitStep:
         sent = self._compute.get_concrete_function().structured_outputs
         self.zeros: Buckets = [tf.zeros(each.shape, each.dtype) for each in sent]
         """Gradients of no sample."""
-        self._update = tf.function(self._updated, autograph=False)
+        buckets = [tf.TensorSpec(each.shape, each.dtype) for each in self.zeros]
+        scalars = [tf.TensorSpec([], tf.float64), tf.TensorSpec([], tf.bool)]
+        self._update = tf.function(self._updated, input_signature=[buckets, buckets, *scalars], autograph=False)
+        # Now: during the first update, other ranks would wait.
+        self._update.get_concrete_function()
 
     def gradients(self, data: Any, weight: float) -> Buckets:
         """Computes this rank's gradients of a micro-batch, multiplied by its weight.
@@ -89,7 +93,7 @@ class SplitStep:
             NonFiniteError: on every rank: the gradient is not finite, with ``on_nan='stop'``.
         """
         with self._train_step.explained_errors():
-            self._update(own, sums, tf.constant(weight, tf.float64), tf.constant(has_contributed))
+            self._update(list(own), list(sums), tf.constant(weight, tf.float64), tf.constant(has_contributed))
 
     def close(self) -> None:
         """Makes the optimizer reduce its gradients itself again."""
