@@ -108,7 +108,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for task, (read_data, _, _) in TASKS.items():
         data = read_data()
-        for ailment, (remedy, hold_ups) in AILMENTS.items():
+        for ailment in arguments.ailments:
+            remedy, hold_ups = AILMENTS[ailment]
             ratios: list[float] = []
             accuracies: dict[str, list[float]] = {"sync": [], "remedy": []}
             for seed in range(arguments.seeds):
@@ -133,11 +134,12 @@ def main() -> None:
                 )
     if topology.rank == 0:
         path = Path(__file__).parent / "results" / "time_to_loss.json"
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        path.write_text(json.dumps({**json.loads(path.read_text()), **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ailments", nargs="+", choices=AILMENTS, default=list(AILMENTS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--step-s", type=float, default=0.06, help="seconds of a micro-batch")
