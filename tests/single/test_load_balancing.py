@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainers import make_trainer, train_config
 
@@ -21,6 +21,7 @@ from hvdtrain.training.step_times import StepTimes, TimeShares
 hvdtrain.init()
 
 
+@settings(deadline=None)  # of the time of an example, on a busy machine
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=9),
     per_rank=st.integers(1, 64),
@@ -76,6 +77,7 @@ def seconds_of(sizes, per_sample, overhead) -> list[float]:
     return [o + c * n for n, c, o in zip(sizes, per_sample, overhead, strict=True)]
 
 
+@settings(deadline=None)  # of the time of an example, on a busy machine
 @given(
     per_sample=st.lists(st.floats(0.5, 4), min_size=2, max_size=6),
     overhead=st.floats(0, 40),

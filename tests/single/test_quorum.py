@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainers import train_config
 
@@ -50,6 +50,7 @@ def closing(ledger: QuorumLedger, ready: set[int]) -> tuple[int, ...] | None:
     return None if rule.closes_s(times_s, times_s) is None else rule.contributors(times_s)
 
 
+@settings(deadline=None)  # of the time of an example, on a busy machine
 @given(
     size=st.integers(1, 5),
     num_samples=st.integers(5, 160),
