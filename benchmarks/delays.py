@@ -60,25 +60,24 @@ class Curve(keras.callbacks.Callback):
         self.points.append([time.time(), (logs or {})["loss"]])
 
 
-class WeightsOverTime(keras.callbacks.Callback):
-    """Keeps this rank's weights every few steps, to be evaluated later: an evaluation would wait for all ranks."""
+class WeightsOverTime:
+    """Keeps a model's weights at some moments, to be evaluated later.
 
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self._every = every
-        self._num_steps = 0
+    Evaluations during training, and callbacks at batches, would wait for all ranks.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
         self._kept: list[tuple[float, list[np.ndarray]]] = []
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, float] | None = None) -> None:
-        self._num_steps += 1
-        if self._num_steps % self._every == 0:
-            self._kept.append((time.time(), self.model.get_weights()))
+    def keep(self) -> None:
+        self._kept.append((time.time(), self._model.get_weights()))
 
-    def evaluate(self, x: np.ndarray, y: np.ndarray) -> list[list[float]]:
-        """Pairs of a moment and the loss at that time."""
+    def losses(self, x: np.ndarray, y: np.ndarray) -> list[list[float]]:
+        """Pairs of a moment and the loss with the weights of then."""
         points = []
         for moment, weights in self._kept:
-            self.model.set_weights(weights)
-            loss, *_ = self.model.evaluate(x, y, batch_size=len(x), verbose=0)
+            self._model.set_weights(weights)
+            loss, *_ = self._model.evaluate(x, y, batch_size=len(x), verbose=0)
             points.append([moment, loss])
         return points
