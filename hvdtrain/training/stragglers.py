@@ -57,6 +57,8 @@ def remedy(ready: np.ndarray, possible: Collection[str] = REMEDIES) -> dict[str,
     Returns:
         ``option`` and ``speedup``, relative to steps that wait for all ranks; None if there is little to gain.
     """
+    if not (np.median(ready, axis=1) > 0).all():
+        return None  # too short to be measured
     quorum_gain, quorum = _best_quorum(ready)
     candidates = [
         ("balance", "--balance", _gain_of_balancing(ready), _MIN_GAIN_OF_BALANCING),

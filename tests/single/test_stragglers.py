@@ -88,6 +88,10 @@ def test_only_what_other_options_allow_is_recommended(options, reduction, elasti
     assert (remedy(ready, found) is not None) == ("balance" in possible)
 
 
+def test_steps_too_short_to_be_measured_need_no_remedy():
+    assert remedy(np.zeros((2, 5))) is None
+
+
 def test_doctor_names_the_slowest_rank():
     line = describe(times(1, 1, 2), ["a", "a", "b"])
     assert line.startswith("slowest rank: 2 on b, 2.00 times the median time; --balance may make 1.6")
