@@ -42,8 +42,7 @@ def _overwrite_together(variables: Sequence[tf.Variable], send: Send, name: str,
         return
     parts = np.split(received, np.cumsum([each.nbytes for each in values])[:-1])
     for variable, value, part in zip(variables, values, parts, strict=True):
-        # A copy: TensorFlow may keep an array as the memory of a variable.
-        variable.assign(part.view(value.dtype).reshape(value.shape).copy())
+        variable.assign(part.view(value.dtype).reshape(value.shape))
 
 
 def _overwrite_in_pieces(variable: tf.Variable, send: Send, name: str, *, is_root: bool) -> None:

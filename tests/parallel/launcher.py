@@ -185,6 +185,19 @@ def run_commands(lines: Sequence[Sequence[object]], *, ranks: int, folder: Path,
     return [Finished(code.pop(), output) for code, output in zip(codes, outputs, strict=True)]
 
 
+def kill_rank_1_after_a_checkpoint(job: Job, run_dir: Path) -> None:
+    """Sends SIGKILL to rank 1 once the run has a checkpoint, and requires that the job ends and names it."""
+    deadline_s = time.monotonic() + 60
+    while not list((run_dir / "checkpoints").glob("step-*")):
+        assert job.is_running
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    os.kill(job.rank(1), signal.SIGKILL)
+    ended = job.end(60)
+    assert ended.code != 0
+    assert "lost connection to rank 1 (host " in ended.only_message
+
+
 def run_cases(
     names: str, *more: str, ranks: int, launcher: str = "mpirun", minimum: int, folder: Path, timeout_s: float
 ) -> None:

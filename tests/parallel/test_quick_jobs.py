@@ -1,14 +1,11 @@
 """One short launched job of each kind, for the quick tier; the other files of this folder are slow."""
 
 import json
-import os
 import re
-import signal
 import sys
-import time
 from pathlib import Path
 
-from launcher import Finished, Job, run_job
+from launcher import Finished, Job, kill_rank_1_after_a_checkpoint, run_job
 
 from hvdtrain.system.json_files import read_lines
 
@@ -60,15 +57,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes(tmp_path):
     assert expected["samples"] == 2 * 1437 + 14 * 64
     assert 0 < last["elapsed_seconds"] <= expected["wall_seconds"]
     job = Job([*command, "--run-dir", str(killed)], ranks=2)
-    deadline_s = time.monotonic() + 60
-    while not list((killed / "checkpoints").glob("step-*")):
-        assert job.is_running
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    os.kill(job.rank(1), signal.SIGKILL)
-    ended = job.end(60)
-    assert ended.code != 0
-    assert "lost connection to rank 1 (host " in ended.only_message
+    kill_rank_1_after_a_checkpoint(job, killed)
     found = summary_of(run_job([*command, "--run-dir", str(killed)], ranks=2, timeout_s=120), killed)
     assert found["resumed_from"] in range(10, 60)
     assert found["weights_sha256"] == expected["weights_sha256"]

@@ -1,16 +1,13 @@
 """Whole jobs with backup workers or balanced ranks: they are killed or stopped, and resume."""
 
 import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from contributions import samples_of_updates
-from launcher import LONG, Job, run_commands, run_job
+from launcher import LONG, Job, kill_rank_1_after_a_checkpoint, run_commands, run_job
 from test_faults import FAULTY, start, steps_of_checkpoints
 
 from hvdtrain.data.sample_plan import SamplePlan
@@ -119,15 +116,7 @@ def test_a_killed_replay_resumes(tmp_path):
     again = ["--replay", record, "--record", str(tmp_path / "again.jsonl"), "--checkpoint-every", "10"]
     command = [*TRAIN, *again, "--run-dir", str(killed)]
     job = Job(command, ranks=2)
-    deadline_s = time.monotonic() + 60
-    while not list((killed / "checkpoints").glob("step-*")):
-        assert job.is_running
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-    os.kill(job.rank(1), signal.SIGKILL)
-    ended = job.end(60)
-    assert ended.code != 0
-    assert "lost connection to rank 1 (host " in ended.only_message
+    kill_rank_1_after_a_checkpoint(job, killed)
     done = run_job(command, ranks=2, timeout_s=240)
     assert done.code == 0, done.output
     expected, found = (json.loads((run / "summary.json").read_text()) for run in (first, killed))
