@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainers import train_config
+from trainers import make_trainer, train_config
 
+import hvdtrain
 from hvdtrain.checkpoint import plain_values
 from hvdtrain.data import Arrays, Stream
 from hvdtrain.data.bad_samples import BadSampleQuota
@@ -16,11 +18,13 @@ from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.training.config import QuorumConfig
-from hvdtrain.training.quorum.closing import ClosingRule, OpenUpdate
+from hvdtrain.training.quorum.closing import ClosingRule, OpenUpdate, Ready
 from hvdtrain.training.quorum.contributions import ContributionFile, read_contributions
 from hvdtrain.training.quorum.feed import QuorumFeed
 from hvdtrain.training.quorum.ledger import QuorumLedger
 from hvdtrain.training.quorum.shares import EpochShares
+
+hvdtrain.init()
 
 
 def ledger_of(num_samples=203, batch_size=8, size=4, quorum=3, remainder="pad", **options) -> QuorumLedger:
@@ -36,18 +40,18 @@ def positions(shares: EpochShares, ranks) -> np.ndarray:
 def contributors_of(ledger: QuorumLedger, slow: set[int], generator) -> tuple[int, ...]:
     """Who contributes if the slow ranks are seldom ready, by the rule of the ledger."""
     rule = ledger.rule()
-    ready: dict[int, float] = {}
+    ready: dict[int, Ready] = {}
     while rule.closes_s(ready, ready) is None:
         rank = int(generator.choice([r for r in rule.active if r not in ready]))
         if rank not in slow or generator.random() < 0.05:
-            ready[rank] = 0.0
+            ready[rank] = Ready(0.0, 0.0)
     return rule.contributors(ready)
 
 
 def closing(ledger: QuorumLedger, ready: set[int]) -> tuple[int, ...] | None:
     """The contributors of the next update if it closes with these."""
-    rule, times_s = ledger.rule(), dict.fromkeys(ready, 0.0)
-    return None if rule.closes_s(times_s, times_s) is None else rule.contributors(times_s)
+    rule, made = ledger.rule(), dict.fromkeys(ready, Ready(0.0, 0.0))
+    return None if rule.closes_s(ready, made) is None else rule.contributors(ready)
 
 
 @settings(deadline=None)  # of the time of an example, on a busy machine
@@ -139,47 +143,71 @@ def test_a_rank_that_missed_too_many_updates_is_waited_for():
 
 def test_a_deadline_closes_with_whoever_is_ready():
     rule = ClosingRule(active=[0, 1, 2], quorum=2, deadline_s=0.5)
-    began = {0: 7.0, 1: 7.1, 2: 7.0}
-    assert rule.closes_s(began, {}) is None
-    assert rule.closes_s(began, {1: 7.2}) == 7.5
-    assert rule.closes_s(began, {1: 7.9}) == 7.9
-    assert rule.closes_s({**began, 3: 7.0}, {3: 7.2}) is None
-    assert rule.closes_s(began, {2: 7.3, 0: 7.2}) == 7.3
-    assert rule.contributors({2: 7.3, 0: 7.2, 3: 7.1}) == (0, 2)
+    computing = {0, 1, 2}
+    assert rule.closes_s(computing, {}) is None
+    assert rule.closes_s(computing, {1: Ready(7.0, 7.2)}) == 7.5
+    assert rule.closes_s(computing, {1: Ready(7.0, 7.9)}) == 7.9
+    assert rule.closes_s({*computing, 3}, {3: Ready(7.0, 7.2)}) is None
+    made = {2: Ready(7.0, 7.3), 0: Ready(7.1, 7.2)}
+    assert rule.closes_s(computing, made) == 7.3
+    assert rule.contributors({*made, 3}) == (0, 2)
 
 
 def test_ranks_that_still_compute_get_a_grace():
     rule = ClosingRule(active=[0, 1, 2, 3], quorum=2, grace=0.1)
-    began = {0: 5.0, 1: 5.5, 2: 6.0}
-    assert rule.closes_s(began, {0: 7.0}) is None
+    made = {0: Ready(5.0, 7.0)}
+    assert rule.closes_s({0, 1, 2}, made) is None
     # The second one was ready after 3 s. The last one does not compute for this update, and is not waited for.
-    assert rule.closes_s(began, {0: 7.0, 1: 8.0}) == pytest.approx(8.3)
-    assert rule.closes_s(began, {0: 7.0, 1: 8.0, 2: 8.2}) == 8.2
-    assert rule.closes_s({**began, 3: 8.1}, {0: 7.0, 1: 8.0, 2: 8.2}) == pytest.approx(8.3)
-    assert rule.closes_s({0: 5.0, 1: 5.5}, {0: 7.0, 1: 8.0}) == 8.0
+    made[1] = Ready(5.5, 8.0)
+    assert rule.closes_s({0, 1, 2}, made) == pytest.approx(8.3)
+    assert rule.closes_s({0, 1}, made) == 8.0
+    made[2] = Ready(6.0, 8.2)
+    assert rule.closes_s({0, 1, 2}, made) == 8.2
+    assert rule.closes_s({0, 1, 2, 3}, made) == pytest.approx(8.3)
 
 
 def test_the_open_update_ignores_micro_batches_of_closed_ones():
     rule = ClosingRule(active=[0, 1, 2], quorum=2, deadline_s=3.0, grace=1.0)
-    update = OpenUpdate(5)
+    update = OpenUpdate([0, 1], 5)
     assert update.close(0.0) is None
     assert update.seconds_left(0.0) is None
-    update.ready(2, 4, 1.0)
-    update.begin(2, 4, rule, 1.0)
+    update.ready(2, 4, rule, 0.5, 1.0)
+    update.begin(2, 4)
     assert update.seconds_left(1.0) is None
-    update.begin(1, 5, rule, 1.5)
-    update.begin(0, 5, rule, 2.0)
-    update.ready(0, 5, 2.5)
+    update.ready(0, 5, rule, 1.0, 2.5)
     assert update.close(2.5) is None
     assert update.seconds_left(2.5) == 2.0
-    update.ready(1, 5, 3.0)
+    update.ready(1, 5, rule, 1.0, 3.0)
     assert update.close(3.0) == (0, 1)
     assert update.number == 6
     assert update.close(99.0) is None
-    update.begin(2, 6, rule, 99.0)
-    update.ready(2, 6, 99.5)
+    update.ready(2, 6, rule, 0.5, 99.5)
     assert update.close(101.9) is None
     assert update.close(102.0) == (2,)
+
+
+def test_contributors_compute_for_the_next_update_at_once_and_late_ranks_when_they_say_so():
+    rule = ClosingRule(active=[0, 1, 2], quorum=2, grace=1.0)
+    update = OpenUpdate([0, 1, 2])
+    update.ready(0, 0, rule, 1.0, 1.0)
+    update.ready(1, 0, rule, 1.0, 1.0)
+    assert update.close(1.9) is None
+    assert update.close(2.0) == (0, 1)
+    # Rank 2 still computes for the update that it has missed, and is not waited for.
+    update.ready(0, 1, rule, 1.0, 3.0)
+    assert update.close(3.0) is None
+    update.ready(1, 1, rule, 1.0, 3.0)
+    assert update.close(3.0) == (0, 1)
+    update.begin(2, 2)
+    update.ready(0, 2, rule, 1.0, 4.0)
+    update.ready(1, 2, rule, 1.0, 4.0)
+    assert update.close(4.9) is None
+    update.ready(2, 2, rule, 0.9, 4.9)
+    assert update.close(4.9) == (0, 1, 2)
+    update.ready(0, 3, rule, 1.0, 6.0)
+    update.ready(1, 3, rule, 1.0, 6.0)
+    assert update.close(6.9) is None
+    assert update.close(7.0) == (0, 1)
 
 
 @pytest.mark.parametrize("new_size", [4, 2])
@@ -308,3 +336,27 @@ def test_streams_are_refused():
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         train_config(**options)
+
+
+def test_the_update_is_compiled_before_the_first_micro_batch():
+    """Otherwise the other ranks would wait for it during the first update."""
+    events: list[str] = []
+
+    class TracedOptimizer(keras.optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            events.append("compiled")
+            super().apply(grads, trainable_variables)
+
+    class Observed(keras.layers.Layer):
+        def call(self, x, training=False):
+            def compute(rows):
+                events.append("micro-batch")
+                return rows
+
+            return tf.ensure_shape(tf.numpy_function(compute, [x], x.dtype), x.shape) if training else x
+
+    model = keras.Sequential([keras.layers.Input((3,)), Observed(), keras.layers.Dense(1)])
+    model.compile(TracedOptimizer(0.1), "mse")
+    source = Arrays(np.ones((12, 3), np.float32), np.ones((12, 1), np.float32))
+    make_trainer(model, source, batch_size=4, steps=3, quorum=1).fit()
+    assert events == ["compiled", *["micro-batch"] * 3]

@@ -1,7 +1,7 @@
 """When an update closes, and whose micro-batches are part of it. Pure decisions, taken on rank 0."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,78 +17,92 @@ class ClosingRule:
     grace: float = 0.0
     """Once a quorum is ready, how long to wait for ranks that still compute, relative to how long it has taken."""
     deadline_s: float | None = None
-    """Seconds after which one rank suffices."""
+    """Seconds after the first of the ranks that are ready has begun, after which one suffices."""
 
     @classmethod
     def exactly(cls, ranks: Sequence[int]) -> "ClosingRule":
         """Closes when these ranks are ready, and leaves out all others."""
         return cls(active=tuple(ranks), quorum=len(ranks), required=tuple(ranks))
 
-    def contributors(self, ready: Mapping[int, float]) -> tuple[int, ...]:
+    def contributors(self, ready: Collection[int]) -> tuple[int, ...]:
         """The ranks that contribute if the update closes now."""
         return tuple(sorted(set(ready) & set(self.active)))
 
-    def closes_s(self, began: Mapping[int, float], ready: Mapping[int, float]) -> float | None:
-        """When the update closes if no further rank gets ready; None: never.
+    def closes_s(self, computing: Collection[int], ready: Mapping[int, "Ready"]) -> float | None:
+        """When the update closes if no further rank gets ready, in seconds of any clock; None: never.
 
         Args:
-            began: when ranks began to compute their micro-batches for it, in seconds of any clock.
-            ready: when ranks have made them; each of them began.
+            computing: the ranks that have begun their micro-batches for it.
+            ready: those of them that have made them.
         """
         found = self.contributors(ready)
         if not found or not set(self.required) <= set(found):
             return None
-        begin_s, last_s = min(began.values()), max(ready[rank] for rank in found)
+        moments_s = sorted(ready[rank].moment_s for rank in found)
+        begin_s = min(ready[rank].began_s for rank in found)
         times_s = []
         if self.deadline_s is not None:
-            times_s.append(max(begin_s + self.deadline_s, min(ready[rank] for rank in found)))
+            times_s.append(max(begin_s + self.deadline_s, moments_s[0]))
         if len(found) >= self.quorum:
-            quorum_s = sorted(ready[rank] for rank in found)[self.quorum - 1]
-            computing = set(began) & set(self.active) - set(found)
-            times_s.append(quorum_s + self.grace * (quorum_s - begin_s) if computing else last_s)
+            quorum_s = moments_s[self.quorum - 1]
+            others_compute = set(computing) & set(self.active) - set(found)
+            times_s.append(quorum_s + self.grace * (quorum_s - begin_s) if others_compute else moments_s[-1])
         return min(times_s, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """When a rank began to compute its micro-batch for an update, and when it had made it, in seconds of any clock."""
+
+    began_s: float
+    moment_s: float
 
 
 class OpenUpdate:
     """The update that is open, on rank 0: who computes, and who is ready.
 
     Args:
+        ranks: that compute micro-batches for it.
         number: its number.
     """
 
-    def __init__(self, number: int = 0):
+    def __init__(self, ranks: Collection[int], number: int = 0):
         self.number = number
-        self._start_afresh()
+        self._start(ranks)
 
-    def _start_afresh(self) -> None:
-        self._began: dict[int, float] = {}
-        self._ready: dict[int, float] = {}
+    def _start(self, ranks: Collection[int]) -> None:
+        self._computing = set(ranks)
+        self._ready: dict[int, Ready] = {}
         self._rule: ClosingRule | None = None
 
-    def begin(self, rank: int, number: int, rule: ClosingRule, now_s: float) -> None:
-        """A rank begins to compute a micro-batch; ignored if it is for an update that has closed.
+    def begin(self, rank: int, number: int) -> None:
+        """A rank that missed the last update begins to compute; ignored if it is for an update that has closed."""
+        if number == self.number:
+            self._computing.add(rank)
+
+    def ready(self, rank: int, number: int, rule: ClosingRule, seconds: float, now_s: float) -> None:
+        """A rank has made its micro-batch; ignored if it is for an update that has closed.
 
         Args:
             rule: of this update; all ranks compute the same.
+            seconds: how long it has taken.
         """
         if number == self.number:
-            self._began[rank] = now_s
+            self._ready[rank] = Ready(now_s - seconds, now_s)
             self._rule = rule
 
-    def ready(self, rank: int, number: int, now_s: float) -> None:
-        """A rank has made its micro-batch; ignored if it is for an update that has closed."""
-        if number == self.number:
-            self._ready[rank] = now_s
-
     def close(self, now_s: float) -> tuple[int, ...] | None:
-        """Closes the update if that is due, and opens the next; returns the contributors, or None."""
+        """Closes the update if that is due, and opens the next; returns the contributors, or None.
+
+        They compute for the next one at once.
+        """
         closes_s = self._closes_s()
         if closes_s is None or closes_s > now_s:
             return None
         assert self._rule is not None
         contributors = self._rule.contributors(self._ready)
         self.number += 1
-        self._start_afresh()
+        self._start(contributors)
         return contributors
 
     def seconds_left(self, now_s: float) -> float | None:
@@ -97,4 +111,4 @@ class OpenUpdate:
         return None if closes_s is None else max(0.0, closes_s - now_s)
 
     def _closes_s(self) -> float | None:
-        return None if self._rule is None else self._rule.closes_s(self._began, self._ready)
+        return None if self._rule is None else self._rule.closes_s(self._computing, self._ready)

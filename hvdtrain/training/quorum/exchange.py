@@ -52,26 +52,32 @@ class GradientExchange:
         self._closed: queue.SimpleQueue[ClosedUpdate | BaseException] = queue.SimpleQueue()
         self._connections = dict(channel.connections)
         self._announced: list[tuple[int, ...]] = []
+        self._is_expected = True
+        """Whether rank 0 knows without a message that this rank computes for the next update."""
+        self._began_s = 0.0
         self._is_closed = False
         if collectives.rank == 0:
             # This rank's main thread reports like the other ranks.
             mine, its = socket.socketpair()
             self._to_first_rank = Connection(mine)
             self._connections[0] = Connection(its)
-            self._open = OpenUpdate(first_update)
+            self._open = OpenUpdate(range(collectives.size), first_update)
         else:
             self._to_first_rank = self._connections[0]
         self._thread = BackgroundTask(self._run, "hvdtrain-quorum")
 
-    def begin(self, update: int, rule: ClosingRule) -> None:
-        """Reports that this rank computes a micro-batch for an update, which closes by a rule."""
-        self._to_first_rank.send({"begins": update, **dataclasses.asdict(rule)})
+    def begin(self, update: int) -> None:
+        """Reports that this rank computes a micro-batch for an update."""
+        self._began_s = time.perf_counter()
+        if not self._is_expected:
+            self._to_first_rank.send({"begins": update})
 
-    def offer(self, update: int, gradients: Buckets) -> None:
-        """Reports that this rank has made its micro-batch for an update."""
+    def offer(self, update: int, gradients: Buckets, rule: ClosingRule) -> None:
+        """Reports that this rank has made its micro-batch for an update, which closes by a rule."""
         # The thread reads it when the update closes with this rank; until then, no other one is offered.
         self._own = gradients
-        self._to_first_rank.send({"has_made": update})
+        seconds = time.perf_counter() - self._began_s
+        self._to_first_rank.send({"has_made": update, "seconds": seconds, "rule": dataclasses.asdict(rule)})
 
     @property
     def has_closed(self) -> bool:
@@ -87,6 +93,7 @@ class GradientExchange:
         closed = self._closed.get()
         if isinstance(closed, BaseException):
             raise closed
+        self._is_expected = self._collectives.rank in closed.contributors
         return closed
 
     def close(self) -> None:
@@ -121,10 +128,10 @@ class GradientExchange:
             for rank, connection in self._connections.items():
                 for message in connection.receive():
                     if "begins" in message:
-                        number = message.pop("begins")
-                        self._open.begin(rank, number, ClosingRule(**message), now_s)
+                        self._open.begin(rank, message["begins"])
                     else:
-                        self._open.ready(rank, message["has_made"], now_s)
+                        rule = ClosingRule(**message["rule"])
+                        self._open.ready(rank, message["has_made"], rule, message["seconds"], now_s)
                 if not self._is_connected(connection, rank):
                     return None
         for rank, connection in self._connections.items():

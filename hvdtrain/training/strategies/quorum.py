@@ -113,12 +113,12 @@ class QuorumStrategy(Strategy):
         rule, own, made_s = ledger.rule(), None, 0.0
         micro_batch = ledger.shares.next_of(self._collectives.rank)
         if micro_batch is not None and self._collectives.rank in rule.active and not exchange.has_closed:
-            exchange.begin(ledger.updates, rule)
+            exchange.begin(ledger.updates)
             data = self._feed.batch(ledger.shares, micro_batch)
             own = step.gradients(data, micro_batch.count / self._plan.batch_size)
             made_s = time.perf_counter()
             if not exchange.has_closed:
-                exchange.offer(ledger.updates, own)
+                exchange.offer(ledger.updates, own, rule)
         closed = exchange.take()
         has_contributed = self._collectives.rank in closed.contributors
         if own is not None and not has_contributed:
