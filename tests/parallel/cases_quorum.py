@@ -195,7 +195,6 @@ def make_optimizer(name: str) -> keras.optimizers.Optimizer:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.05, clipnorm=0.2), initial_scale=2.0**127)
 
 
-@pytest.mark.long
 def test_ema_follows_the_updates_and_a_schedule_the_steps(double_precision, folder):
     path = folder / "contributions.jsonl"
     model, _ = trained(100, occasional_hold_ups(), optimizer=make_optimizer("schedule and EMA"), record=str(path))

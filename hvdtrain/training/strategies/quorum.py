@@ -86,9 +86,10 @@ class QuorumStrategy(Strategy):
                 lambda: file.start(self._ledger.updates) if self._collectives.rank == 0 else None, self._collectives
             )
         data_spec, _ = self._feed.element_spec
-        self._split_step = on_every_rank(lambda: SplitStep(self._model, self._train_step, data_spec), self._collectives)
+        # Before the update is compiled, which reads the learning rate.
         self._undo_schedules = [follow_steps(leaf, self._step_of_schedule) for leaf in leaves_of(self._model)]
         self._step_of_schedule.assign(self._progress.step)
+        self._split_step = on_every_rank(lambda: SplitStep(self._model, self._train_step, data_spec), self._collectives)
         channel = open_channel(self._collectives)
         self._hosts = channel.hosts
         self._exchange = GradientExchange(
