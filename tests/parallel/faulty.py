@@ -1,13 +1,14 @@
 """Runs ``python -m hvdtrain`` with an injected fault; a launcher starts it on all ranks.
 
 The first argument is a JSON object: ``fault`` is injected on ``ranks`` before ``step``, or after it if ``after`` is
-set, and not before the folder ``checkpoint`` exists, if set. ``mark`` is a file to which the time of the fault is
+set, and not before a folder matches the pattern ``checkpoint``, if set. ``mark`` is a file to which the time of the fault is
 written, ``made`` a folder to which each rank writes its number of completed steps at the end. ``--balance`` takes
 ranks to have made ``speeds`` samples per second, instead of measuring them. The other arguments are those of the
 command line.
 """
 
 import contextlib
+import glob
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ def mark_time() -> None:
 
 def inject(train_step: TrainStep) -> None:
     fault = SPEC["fault"]
-    while "checkpoint" in SPEC and not Path(SPEC["checkpoint"]).exists():
+    while "checkpoint" in SPEC and not glob.glob(SPEC["checkpoint"]):
         time.sleep(0.01)  # it is being written in the background
     mark_time()
     if fault == "exception":

@@ -62,7 +62,8 @@ def test_a_non_finite_replica_ends_the_job_before_it_is_averaged(more, tmp_path)
 def test_a_wait_free_job_is_stopped_or_killed_and_resumes(fault, launcher, tmp_path):
     more = ["--mode", "local", "--sync-every", "5", "--wait-free"]
     run_dir = tmp_path / "run"
-    checkpoint = run_dir / "checkpoints" / f"step-{EVERY:08d}"
+    # At the end of the first round after EVERY steps, whose number varies.
+    checkpoint = run_dir / "checkpoints" / ("step-" + 8 * "?")
     # The steps of this rank: by then, the run has made more than EVERY.
     spec = {"step": 70, "checkpoint": str(checkpoint)} if fault == "SIGKILL" else {}
     job, _ = start(run_dir, fault, more=more, launcher=launcher, **spec)
@@ -73,8 +74,7 @@ def test_a_wait_free_job_is_stopped_or_killed_and_resumes(fault, launcher, tmp_p
     if fault == "SIGKILL":
         assert done.code != 0, done.output
         assert "lost connection to rank 1 (host " in done.messages[0], done.output
-        assert saved % EVERY == 0
-    assert saved < STEPS
+    assert EVERY <= saved < STEPS
     again = run_job([*TRAIN, *flags(run_dir, *more)], ranks=2, launcher=launcher, timeout_s=90)
     assert again.code == 0, again.output
     assert summary_of(run_dir)["resumed_from"] == saved
