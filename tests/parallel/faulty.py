@@ -1,9 +1,9 @@
 """Runs ``python -m hvdtrain`` with an injected fault; a launcher starts it on all ranks.
 
 The first argument is a JSON object: ``fault`` is injected on ``ranks`` before ``step``, or after it if ``after`` is
-set, and not before a folder matches the pattern ``checkpoint``, if set. ``mark`` is a file to which the time of the fault is
-written, ``made`` a folder to which each rank writes its number of completed steps at the end. ``--balance`` takes
-ranks to have made ``speeds`` samples per second, instead of measuring them. The other arguments are those of the
+set, and if ``checkpoint`` is set, not before a folder matches this pattern. ``mark`` is a file to which the time of the
+fault is written, ``made`` a folder to which each rank writes its number of completed steps at the end. ``--balance``
+takes ranks to have made ``speeds`` samples per second, instead of measuring them. The other arguments are those of the
 command line.
 """
 
