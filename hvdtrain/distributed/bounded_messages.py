@@ -30,8 +30,10 @@ def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) ->
         return send(tensor, "")
     width = row_width(tensor.shape, element_bytes)
     # An eager tensor cannot be overwritten: its Python object uses it.
-    if width is None or tf.executing_eagerly():
+    if tf.executing_eagerly():
         return tf.reshape(tf.concat(list(_sent_pieces(tensor, width, send)), axis=0), tensor.shape)
+    if width is None:
+        return tf.reshape(_elements_in_pieces(tf.reshape(tensor, [-1]), send), tensor.shape)
     rows = tf.reshape(tensor, [num_elements // width, width])
     for start, end in piece_bounds(num_elements // width, width * element_bytes):
         positions = tf.range(start, end, dtype=tf.int64)
@@ -39,6 +41,17 @@ def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) ->
         received = send(tf.reshape(tf.gather(rows, positions), [-1]), f"_piece_{start * width}")
         rows = tf.tensor_scatter_nd_update(rows, positions[:, tf.newaxis], tf.reshape(received, [-1, width]))
     return tf.reshape(rows, tensor.shape)
+
+
+def _elements_in_pieces(vector: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
+    """The same for a vector whose length has no factor that rows could have."""
+    for start, end in piece_bounds(vector.shape[0], vector.dtype.size):
+        # A copy: TensorFlow does not overwrite a vector in place while a part of it is in use.
+        received = send(tf.raw_ops.DeepCopy(x=vector[start:end]), f"_piece_{start}")
+        place = {"begin": [start], "end": [end], "strides": [1]}
+        place = {name: tf.constant(value, tf.int64) for name, value in place.items()}
+        vector = tf.raw_ops.TensorStridedSliceUpdate(input=vector, **place, value=received)
+    return vector
 
 
 def in_columns(matrix: tf.Tensor, num_rows: int, gather: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:

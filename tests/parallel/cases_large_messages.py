@@ -62,7 +62,7 @@ def test_rows_of_all_ranks_beyond_what_a_message_counts(max_elements, monkeypatc
 
 
 def large(test):
-    """Messages of gigabytes: they need 18 GiB on 2 ranks."""
+    """Messages of gigabytes: they need 21 GiB on 2 ranks."""
     return pytest.mark.long(pytest.mark.skipif(SIZE > 2, reason="needs more than 24 GiB on more than 2 ranks")(test))
 
 

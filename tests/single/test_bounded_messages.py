@@ -37,7 +37,7 @@ def test_every_element_is_sent_once(shape, is_compiled, piece_bytes):
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("shape", [(4096,), (64, 64)])
+@pytest.mark.parametrize("shape", [(4096,), (64, 64), (4099,)])
 def test_what_is_used_elsewhere_is_not_overwritten(shape, piece_bytes):
     variable = tf.Variable(tf.ones(shape))
 
