@@ -25,7 +25,7 @@ _STEPS = "steps"
 def make_reducer(
     collectives: Collectives, config: ReductionConfig, compression: Compression | None, *, keeps_errors: bool = True
 ) -> GradientReducer:
-    """The reduction of an optimizer's gradients; a single rank sends, and compresses, nothing.
+    """The reduction of an optimizer's gradients.
 
     Args:
         keeps_errors: whether what has not arrived is added to the next step's gradients.
@@ -37,13 +37,16 @@ def make_reducer(
         raise UsageError(
             f"op='adasum' combines whole gradients. Received: compression {compression}. Use compression='none'."
         )
-    if compression is None or not collectives.reduces:
+    if compression is None:
         return collectives.gradient_reducer(config)
     return CompressedReducer(collectives, config, compression, keeps_errors=keeps_errors)
 
 
 class CompressedReducer:
-    """Reduces dense gradients by a compression, and sends the others whole."""
+    """Reduces dense gradients by a compression, and sends the others whole.
+
+    A single rank compresses nothing. If it resumes a run of several ranks, their errors are part of its first step.
+    """
 
     def __init__(
         self, collectives: Collectives, config: ReductionConfig, compression: Compression, *, keeps_errors: bool
@@ -59,6 +62,8 @@ class CompressedReducer:
         self._sum_before_start = collectives.step_sum(config.groups)
 
     def __call__(self, gradients: Sequence[Gradient]) -> ReducedGradients:
+        if not self._collectives.reduces and self.memory.is_empty:
+            return self._reduce_whole(gradients)
         if self._config.sparse_as_dense:
             gradients = [tf.convert_to_tensor(each) for each in gradients]
         chosen = [i for i, each in enumerate(gradients) if self._is_compressed(each)]
@@ -123,6 +128,8 @@ class CompressedReducer:
     def _from_start(self, gradients: Sequence[tf.Tensor]) -> Compressed:
         """Compresses from the first step on that is to be compressed."""
         state = {name: variable.value.read_value() for name, variable in self.memory.shared.items()}
+        if not self._collectives.reduces:
+            return Compressed(list(gradients), list(gradients), state)
         steps = state.pop(_STEPS, None)
         if steps is None:
             return self._compress(gradients, state)

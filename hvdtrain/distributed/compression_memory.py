@@ -26,7 +26,12 @@ class CompressionMemory:
         self.shared: dict[str, keras.Variable] = {}
         """The state that all ranks have in common."""
         self._shapes: list[tf.TensorShape] | None = None
-        self._restored: dict[str, np.ndarray] = {}
+        self._restored: dict[str, keras.Variable] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there has been no step, and nothing was restored."""
+        return self._shapes is None and not self._restored
 
     def require(self, gradients: Sequence[tf.TensorSpec], shared: Mapping[str, np.ndarray]) -> None:
         """Creates the variables, unless they exist.
@@ -56,12 +61,15 @@ class CompressionMemory:
             )
 
     def _new(self, name: str, initial: np.ndarray) -> keras.Variable:
-        restored = self._restored.get(name, initial)
-        value = restored if restored.shape == initial.shape else initial
-        return keras.Variable(value, trainable=False, dtype=initial.dtype.name, name=name, autocast=False)
+        restored = self._restored.get(name)
+        if restored is not None and (tuple(restored.shape), restored.dtype) == (initial.shape, initial.dtype.name):
+            return restored
+        return _variable(name, initial)
 
     def variables(self) -> dict[str, keras.Variable]:
-        """All variables, by name."""
+        """All variables, by name; before the first step, those that were restored, so that they are saved again."""
+        if self._shapes is None:
+            return dict(self._restored)
         return {**{f"error_{i}": each for i, each in enumerate(self.errors)}, **self.shared}
 
     def slot(self, name: str) -> "MemorySlot":
@@ -72,9 +80,14 @@ class CompressionMemory:
         """Restores a variable. Those of another compression are left out: it starts anew."""
         variable = self.variables().get(name)
         if self._shapes is None:
-            self._restored[name] = value
+            self._restored[name] = _variable(name, value)
         elif variable is not None and tuple(variable.shape) == value.shape:
             variable.assign(value)
+
+    def continue_from(self, before: "CompressionMemory") -> None:
+        """Restores all variables of another reduction of the same gradients."""
+        for name, variable in before.variables().items():
+            self.restore(name, variable.numpy())
 
     def of_other_ranks(self, name: str, values: Sequence[np.ndarray], ranks: int) -> np.ndarray:
         """What each of a number of ranks continues with, after the ranks that had these values."""
@@ -93,6 +106,10 @@ class CompressionMemory:
         for error in self.errors if factor != 1 else ():
             error.assign(error.value * tf.cast(factor, error.dtype))
         self._num_ranks = num_ranks
+
+
+def _variable(name: str, value: np.ndarray) -> keras.Variable:
+    return keras.Variable(value, trainable=False, dtype=value.dtype.name, name=name, autocast=False)
 
 
 class MemorySlot(NamedTuple):

@@ -174,8 +174,10 @@ def set_collectives(optimizer: keras.optimizers.Optimizer, collectives: Collecti
     for leaf in leaves(optimizer):
         hooks = require_hooks(leaf)
         require_whole_state(hooks, "local SGD, in which each rank makes updates of its own")
-        hooks.collectives = collectives
+        before, hooks.collectives = hooks.reduce, collectives
         hooks.reduce = make_reducer(collectives, hooks.reduction, hooks.compression)
+        if isinstance(before, CompressedReducer) and isinstance(hooks.reduce, CompressedReducer):
+            hooks.reduce.memory.continue_from(before.memory)
 
 
 def require_whole_state(hooks: GradientHooks, reason: str) -> None:

@@ -28,8 +28,14 @@ from hvdtrain.distributed.compression import Compressed, Compression
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.power_sgd import matrix_shape
+from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import compression_memories, gradient_bytes
+from hvdtrain.optim.distributed_optimizer import (
+    compression_memories,
+    gradient_bytes,
+    require_hooks,
+    set_collectives,
+)
 
 SHAPES = [(3, 3, 8, 24), (40,), (32, 48), (4, 4), (64, 30)]
 COMPRESSED = [0, 2, 4]
@@ -235,6 +241,19 @@ def test_stopped_and_resumed_equals_uninterrupted(name, folder, watch):
     assert any(each.any() for each in kept)
     assert all(map(np.array_equal, kept, [each.numpy() for each in uninterrupted_memory.variables().values()]))
     assert_equal_replicas(resumed.model)
+
+
+def test_local_sgd_begins_with_what_was_not_sent():
+    variable = keras.Variable(np.zeros((64, 48), np.float32))
+    optimizer = powersgd(keras.optimizers.SGD(1.0))
+    optimizer.build([variable])
+    optimizer.apply([tf.constant(np.random.default_rng(RANK).normal(size=(64, 48)).astype(np.float32))], [variable])
+    error, before = require_hooks(optimizer).reduce.memory.errors[0].numpy(), variable.numpy()
+    assert np.linalg.norm(error) > np.linalg.norm(before) > 0
+    set_collectives(optimizer, SingleProcessCollectives(RANK))
+    for _ in range(2):
+        optimizer.apply([tf.zeros((64, 48))], [variable])
+    assert variable.numpy() == pytest.approx(before - error, abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])

@@ -5,9 +5,12 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.distributed.compressed_reduction import make_reducer
 from hvdtrain.distributed.compression_memory import CompressionMemory
 from hvdtrain.distributed.compression_names import make_compression
+from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.power_sgd import matrix_shape
+from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.tasks.loading import load_task
 
@@ -85,6 +88,8 @@ def test_what_saves_less_than_half_is_sent_whole():
 def test_values_that_are_restored_before_the_first_step_wait_for_it():
     memory = CompressionMemory(2, sums=False)
     memory.slot("error_0").assign(np.full((3, 2), 5, np.float32))
+    # A run that stops before its first step saves them again.
+    assert {name: each.numpy().sum() for name, each in memory.variables().items()} == {"error_0": 30}
     memory.slot("error_1").assign(np.zeros(9, np.float32))  # of another shape: of another model or compression
     memory.require(SPECS, {"q": np.ones(2, np.float32)})
     assert (memory.errors[0].numpy() == 5).all()
@@ -92,6 +97,32 @@ def test_values_that_are_restored_before_the_first_step_wait_for_it():
     memory.slot("q").assign(np.zeros(2, np.float32))
     memory.slot("other").assign(np.zeros(2, np.float32))
     assert not memory.shared["q"].numpy().any()
+
+
+@pytest.mark.parametrize("compression", ["fp16", "powersgd:2"])
+@pytest.mark.parametrize("op", ["average", "sum"])
+def test_a_rank_alone_compresses_nothing_and_sends_what_others_had_not(compression, op):
+    reducer = make_reducer(SingleProcessCollectives(), ReductionConfig(op=op), make_compression(compression))
+    own = [np.random.default_rng(i).normal(size=(32, 40)).astype(np.float32) for i in range(3)]
+    error, q = np.full((32, 40), 3, np.float32), np.ones((40, 2), np.float32)
+
+    def reduced(gradient, reducer=reducer):
+        run = tf.function(lambda each: reducer([each]).gradients, autograph=False)
+        return run(tf.constant(gradient))[0].numpy()
+
+    assert np.array_equal(reduced(own[0]), own[0])
+    assert reducer.memory.variables() == {}
+    resumed = make_reducer(SingleProcessCollectives(), ReductionConfig(op=op), make_compression(compression))
+    slot = resumed.memory.slot("error_0")
+    slot.assign(slot.of_other_ranks([error, 2 * error], 1))
+    resumed.memory.slot("q_0").assign(q)
+    total = sum(reduced(each, resumed) for each in own)
+    assert total == pytest.approx(sum(own) + (3 * error if op == "sum" else 1.5 * error), abs=1e-5)
+    # Kept for a run on several ranks that continues from here.
+    kept = {name: each.numpy() for name, each in resumed.memory.variables().items()}
+    assert not kept.pop("error_0").any()
+    assert all(np.array_equal(each, q) for each in kept.values())
+    assert list(kept) == ([] if compression == "fp16" else ["q_0"])
 
 
 @pytest.mark.parametrize("sums", [False, True])
