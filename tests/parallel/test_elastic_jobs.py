@@ -1,5 +1,6 @@
 """Elastic jobs: processes die, leave, join and stand still, and the run stays that of one process."""
 
+import itertools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from hvdtrain.data.sample_plan import SamplePlan, split_batch
 pytestmark = pytest.mark.slow
 
 STEPS = 900
+FEW_BITS = ["--sync-every", "4", "--sync-dtype", "int4"]
 
 
 @pytest.fixture(scope="module")
@@ -176,19 +178,21 @@ def test_modes_change_no_update(options, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_compression_continues_with_other_ranks(tmp_path):
+@pytest.mark.parametrize("options", [["--compression", "powersgd:2"], ["--mode", "local", *FEW_BITS]])
+def test_error_feedback_continues_with_other_ranks(options, tmp_path):
     """Errors of lost ranks are lost, so that weights are not those of one process; replicas are compared at the end."""
     events = [[30, 0, "SIGKILL", "before"], [60, 1, "SIGKILL", "within"], [100, 1, "SIGTERM", "before"]]
-    job = ElasticJob(
-        "1:3", tmp_path / "job", events, "--compression", "powersgd:2", "--batch-size", "12", length=("--steps", "140")
-    )
+    job = ElasticJob("1:3", tmp_path / "job", events, *options, "--batch-size", "12", length=("--steps", "140"))
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 3
-    summary = json.loads((tmp_path / "job" / "run" / "summary.json").read_text())
-    assert summary["membership_changes"]
-    assert 0 < summary["compression_error"] < 1
-    assert summary["loss"] < 1
+    assert "(equal on all ranks)" in ended.output
+    found = summary(tmp_path / "job" / "run")
+    sizes = [3, *(change["ranks"] for change in found["membership_changes"])]
+    assert any(more > fewer for fewer, more in itertools.pairwise(sizes))  # others have joined
+    assert "compression" not in options[0] or 0 < found["compression_error"] < 1
+    assert found["steps"] == 140
+    assert found["loss"] < 1
 
 
 def one_process_without(lost: set[tuple[int, int, int]], steps: int, learning_rate: float) -> list[np.ndarray]:
