@@ -1,12 +1,17 @@
 """Compressed gradients on slow networks: steps per second, bytes, time to a loss, accuracy.
 
     launch/run python benchmarks/compression.py speed      # as root, with Debian's iproute2 and openssh-server
+    launch/run python benchmarks/compression.py speed --hosts 4 --torch-python TORCH_ENVIRONMENT/bin/python
     launch/run python benchmarks/compression.py accuracy
 
 ``speed``: hosts are network namespaces of this machine with one rank each, over links with a given rate and 0.5 ms of
 delay. Trains the CIFAR-10 network and a text classifier (20,000 words, its embedding reduced as a dense tensor), on
 generated samples, with each compression in turn. Prints steps per second and bytes, and the time to the final loss of
-the uncompressed run, relative to that run. ``accuracy``: final accuracy on real digits, with several seeds.
+the uncompressed run, relative to that run. With ``--torch-python``, also PyTorch's DistributedDataParallel over Gloo on
+the same hosts, with networks of the same shapes, plain and with its hooks ``fp16_compress_hook`` and ``powerSGD_hook``
+of rank 4: steps per second relative to plain DistributedDataParallel, and to hvdtrain with the same compression. It
+holds one batch in memory; hvdtrain reads and distorts its samples. Printed are medians over ``--repeats`` and, in
+parentheses, the lowest and the highest value. ``accuracy``: final accuracy on real digits, with several seeds.
 The last results are in ``benchmarks/results/compression.json``.
 """
 
@@ -32,6 +37,9 @@ COMPRESSIONS = {
     "fp16": ["--compression", "fp16"],
     "powersgd:4": ["--compression", "powersgd:4"],
 }
+TORCH = "PyTorch, "
+"""Before the names of the compressions, in results."""
+TORCH_PORT = 29_500
 TASKS = {
     "cifar10": ["--learning-rate", "0.05", "--checkpoint-every", "100000", "--histograms-every", "0"],
     str(HERE / "compression_tasks.py:TEXT"): ["--sparse-as-dense"],
@@ -63,52 +71,105 @@ def command_of(task: str, compression: str, steps: int, run_dir: Path, *more: st
     return [sys.executable, "-m", "hvdtrain", "--task", task, *options]
 
 
-def speed(
-    rates_mbit: list[int], tasks: list[str], ranks: int, repeats: int, steps: int, batch_size: int
-) -> dict[str, Any]:
+def train_with_torch(
+    lab: Laboratory, python: str, task: str, compression: str, batch_size: int, steps: int
+) -> dict[str, float]:
+    """Trains with PyTorch, one process per host; returns what the first of them prints."""
+    script = [python, str(HERE / "peers" / "torch_hooks.py"), short_name(task), compression]
+    script += ["--batch-size", str(batch_size), "--steps", str(steps)]
+    place = [f"MASTER_ADDR={lab.address(lab.names[0])}", f"MASTER_PORT={TORCH_PORT}", "GLOO_SOCKET_IFNAME=eth0"]
+    place += [f"WORLD_SIZE={len(lab.names)}", f"PYTHONPATH={HERE}"]
+    processes = [
+        subprocess.Popen(
+            lab.command(host, ["env", *place, f"RANK={rank}", *script]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, host in enumerate(lab.names)
+    ]
+    try:
+        outputs = [process.communicate(timeout=600)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode != 0 for process in processes):
+        sys.exit("\n".join([f"failed: {' '.join(script)}", *outputs]))
+    return json.loads(outputs[0].partition("RESULT ")[2].splitlines()[0])
+
+
+def short_name(task: str) -> str:
+    return Path(task).name.lower().rpartition(":")[2]
+
+
+def speed(tasks: list[str], options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for rate in rates_mbit:
+    for rate in options.rates_mbit:
         for task in tasks:
-            runs: dict[str, list[dict[str, Any]]] = {name: [] for name in COMPRESSIONS}
-            with Laboratory(ranks, rate_mbit=rate, delay_ms=DELAY_MS) as lab, tempfile.TemporaryDirectory() as folder:
-                data = Path(folder) / "data"
-                make = [sys.executable, "-m", "hvdtrain", "--task", task, "--make-sample-data", str(data)]
-                subprocess.run(make, check=True, capture_output=True)
-                for repeat in range(repeats):
-                    for name, found in runs.items():
-                        run_dir = Path(folder) / f"{name}-{repeat}"
-                        options = [*TASKS[task], "--data-dir", str(data), "--seed", str(repeat)]
-                        options += ["--batch-size", str(batch_size)]
-                        num_steps = steps if name == "none" else LONGER * steps
-                        line = command_of(task, name, num_steps, run_dir, *options)
-                        sent = lab.bytes_sent(lab.names[0])
-                        launch = [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), *line]
-                        found.append(train(lab.command(lab.names[0], launch), run_dir))
-                        found[-1]["bytes_sent_per_step"] = (lab.bytes_sent(lab.names[0]) - sent) / num_steps
-            key = f"{Path(task).name}, {ranks} ranks, batch {batch_size}, {rate} Mbit/s"
-            results[key] = runs
-            report(key, runs)
+            key = f"{Path(task).name}, {options.hosts} ranks, batch {options.batch_size}, {rate} Mbit/s"
+            with Laboratory(options.hosts, rate_mbit=rate, delay_ms=DELAY_MS) as lab:
+                results[key] = runs_of(lab, task, options)
+            report(key, results[key])
     return results
+
+
+def runs_of(lab: Laboratory, task: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Each compression in turn, ``--repeats`` times."""
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in COMPRESSIONS}
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        make = [sys.executable, "-m", "hvdtrain", "--task", task, "--make-sample-data", str(data)]
+        subprocess.run(make, check=True, capture_output=True)
+        for repeat in range(options.repeats):
+            for name in COMPRESSIONS:
+                run_dir = Path(folder) / f"{name}-{repeat}"
+                more = [*TASKS[task], "--data-dir", str(data), "--seed", str(repeat)]
+                more += ["--batch-size", str(options.batch_size)]
+                num_steps = options.steps if name == "none" else LONGER * options.steps
+                line = command_of(task, name, num_steps, run_dir, *more)
+                sent = lab.bytes_sent(lab.names[0])
+                launch = [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), *line]
+                found = train(lab.command(lab.names[0], launch), run_dir)
+                found["bytes_sent_per_step"] = (lab.bytes_sent(lab.names[0]) - sent) / num_steps
+                runs[name].append(found)
+                if options.torch_python is not None:
+                    others = runs.setdefault(TORCH + name, [])
+                    where = (lab, options.torch_python, task, name)
+                    others.append(train_with_torch(*where, options.batch_size, options.steps))
+    return runs
+
+
+def ratios(numerators: list[dict[str, Any]], denominators: list[dict[str, Any]], name: str) -> list[float]:
+    return [a[name] / b[name] for a, b in zip(numerators, denominators, strict=True)]
+
+
+def formatted(values: list[float], digits: int = 2) -> str:
+    low, median, high = (f"{each:.{digits}f}" for each in (min(values), statistics.median(values), max(values)))
+    return f"{median} ({low} to {high})"
 
 
 def report(key: str, runs: dict[str, list[dict[str, Any]]]) -> None:
     goals = [run["curve"][-1] for run in runs["none"]]
     for name, found in runs.items():
-        pairs = list(zip(runs["none"], found, strict=True))
-        faster = [plain["step_ms"] / run["step_ms"] for plain, run in pairs]
-        fewer = [plain["bytes_reduced_per_step"] / run["bytes_reduced_per_step"] for plain, run in pairs]
-        on_wire = [plain["bytes_sent_per_step"] / run["bytes_sent_per_step"] for plain, run in pairs]
+        is_torch = name.startswith(TORCH)
+        plain, same = runs[TORCH + "none" if is_torch else "none"], runs[name.removeprefix(TORCH)]
+        step_ms = formatted([run["step_ms"] for run in found], 1)
+        faster = formatted(ratios(plain, found, "step_ms"))
+        on_wire = f"1/{statistics.median(ratios(plain, found, 'bytes_sent_per_step')):.1f}"
+        print(f"{key}, {name}: {step_ms} ms per step, {faster} times as many steps/s as without, ", end="")
+        if is_torch:
+            over = formatted(ratios(found, same, "step_ms"))
+            print(f"{on_wire} of the bytes on the wire; takes {over} times as long as hvdtrain", flush=True)
+            continue
+        fewer = statistics.median(ratios(plain, found, "bytes_reduced_per_step"))
         times = [
             seconds / reached
             for (seconds, goal), run in zip(goals, found, strict=True)
             if (reached := next((at for at, loss in run["curve"] if loss <= goal), None)) is not None
         ]
-        to_loss = f"{statistics.median(times):.2f}x as fast to the loss" if times else "never at the loss"
-        step_ms = statistics.median(run["step_ms"] for run in found)
+        to_loss = f"{formatted(times)} times as fast to the loss" if times else "never at the loss"
         print(
-            f"{key}, {name}: {step_ms:.1f} ms per step, {statistics.median(faster):.2f} ({min(faster):.2f} to "
-            f"{max(faster):.2f}) times as many steps/s, 1/{statistics.median(fewer):.1f} of the bytes (1/"
-            f"{statistics.median(on_wire):.1f} on the wire), {to_loss} in {len(times)} of {len(found)} runs",
+            f"1/{fewer:.1f} of the bytes ({on_wire} on the wire), {to_loss} in {len(times)} of {len(found)} runs",
             flush=True,
         )
 
@@ -132,19 +193,17 @@ def main() -> None:
     parser.add_argument("what", choices=["speed", "accuracy"])
     parser.add_argument("--rates-mbit", type=int, nargs="*", default=[100, 1000])
     parser.add_argument("--tasks", nargs="*", choices=["cifar10", "text"], default=["cifar10", "text"])
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=2, help="hosts, with one rank each")
     parser.add_argument("--batch-size", type=int, default=8, help="samples of each rank in a step")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
     arguments = parser.parse_args()
     if arguments.what == "accuracy":
         found: dict[str, Any] = {"accuracy": accuracy(arguments.seeds, arguments.steps)}
     else:
-        tasks = [task for task in TASKS if Path(task).name.lower().rpartition(":")[2] in arguments.tasks]
-        found = speed(
-            arguments.rates_mbit, tasks, arguments.ranks, arguments.repeats, arguments.steps, arguments.batch_size
-        )
+        found = speed([task for task in TASKS if short_name(task) in arguments.tasks], arguments)
     path = HERE / "results" / "compression.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**kept, **found}, indent=1) + "\n")

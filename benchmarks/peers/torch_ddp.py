@@ -5,53 +5,13 @@ import os
 import torch
 import torch.distributed as distributed
 from blocks import NETWORK, measure
-from samples import VOCABULARY, batch
+from samples import batch
 from torch import nn
+from torch_networks import NETWORKS
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // SIZE))
 distributed.init_process_group("gloo")
-
-
-class Same(nn.Module):
-    """Max pooling like Keras' padding="same" for even sizes."""
-
-    def forward(self, x):
-        return nn.functional.max_pool2d(nn.functional.pad(x, (0, 1, 0, 1), value=float("-inf")), 3, 2)
-
-
-class Last(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.lstm = nn.Embedding(VOCABULARY, 64), nn.LSTM(64, 64, batch_first=True)
-        self.dense = nn.Linear(64, 10)
-
-    def forward(self, x):
-        return self.dense(self.lstm(self.embedding(x))[0][:, -1])
-
-
-class Mean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.dense = nn.Embedding(VOCABULARY, 128), nn.Linear(128, 10)
-        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x):
-        return self.dense(self.encoder(self.embedding(x)).mean(1))
-
-
-def cnn():
-    first = (nn.Conv2d(3, 64, 5, padding=2), nn.ReLU(), Same(), nn.Conv2d(64, 64, 5, padding=2), nn.ReLU(), Same())
-    dense = (nn.Linear(64 * 36, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, 10))
-    return nn.Sequential(*first, nn.Flatten(), *dense)
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-
-
-NETWORKS = {"cnn": cnn, "mlp": mlp, "lstm": Last, "transformer": Mean}
 
 
 def block_of():
