@@ -18,6 +18,7 @@ from torch_networks import Last, cnn
 
 WARM_UP_STEPS = 10
 SENT_BYTES = Path("/sys/class/net/eth0/statistics/tx_bytes")
+ONE_BUCKET_MB = 1000
 # PowerSGDState requires that the first 2 steps are sent whole.
 POWER_SGD = {"matrix_approximation_rank": 4, "start_powerSGD_iter": 2}
 
@@ -41,7 +42,9 @@ def main() -> None:
     torch.manual_seed(0)
     distributed.init_process_group("gloo")
     network, x, y = model_and_batch(arguments.task, arguments.batch_size)
-    model = nn.parallel.DistributedDataParallel(network)
+    # The hook waits on Gloo's threads, of which there are two: with several buckets, all wait for each other.
+    bucket_mb = ONE_BUCKET_MB if arguments.hook == "powersgd:4" else None
+    model = nn.parallel.DistributedDataParallel(network, bucket_cap_mb=bucket_mb)
     if arguments.hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif arguments.hook == "powersgd:4":

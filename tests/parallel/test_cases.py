@@ -21,7 +21,7 @@ JOBS = {
     ("subsets", 4): 13,
     ("balancing", 2): 10,
     ("quorum", 2): 10,
-    ("compression", 2): 24,
+    ("compression", 2): 25,
     ("few_bits", 2): 12,
     ("sharded_optimizer", 2): 34,
 }
