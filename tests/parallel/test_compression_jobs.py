@@ -43,6 +43,7 @@ def with_errors_sent(run_dir: Path, step: int) -> list[np.ndarray]:
     return [kernel - RATE * errors.get(kernel.shape, 0) for kernel in kernels]
 
 
+@pytest.mark.long
 def test_what_was_not_sent_is_kept_on_other_numbers_of_ranks(tmp_path):
     """Runs of 2 ranks continue on 2, on 4 and on one rank; in the next step, the gradient is the same on all."""
     saved = {name: tmp_path / f"saved {name}" for name in COMPRESSIONS}
