@@ -7,11 +7,12 @@
 ``speed``: hosts are network namespaces of this machine with one rank each, over links with a given rate and 0.5 ms of
 delay. Trains the CIFAR-10 network and a text classifier (20,000 words, its embedding reduced as a dense tensor), on
 generated samples, with each compression in turn. Prints steps per second and bytes, and the time to the final loss of
-the uncompressed run, relative to that run. With ``--torch-python``, also PyTorch's DistributedDataParallel over Gloo on
-the same hosts, with networks of the same shapes, plain and with its hooks ``fp16_compress_hook`` and ``powerSGD_hook``
-of rank 4: steps per second relative to plain DistributedDataParallel, and to hvdtrain with the same compression. It
-holds one batch in memory; hvdtrain reads and distorts its samples. Printed are medians over ``--repeats`` and, in
-parentheses, the lowest and the highest value. ``accuracy``: final accuracy on real digits, with several seeds.
+the uncompressed run, relative to that run: that of the steps, at their median, without compilation and evaluations.
+With ``--torch-python``, also PyTorch's DistributedDataParallel over Gloo on the same hosts, with networks of the same
+shapes, plain and with its hooks ``fp16_compress_hook`` and ``powerSGD_hook`` of rank 4: steps per second relative to
+plain DistributedDataParallel, and to hvdtrain with the same compression. It holds one batch in memory; hvdtrain reads
+and distorts its samples. Printed are medians over ``--repeats`` and, in parentheses, the lowest and the highest value.
+``accuracy``: final accuracy on real digits, with several seeds.
 The last results are in ``benchmarks/results/compression.json``.
 """
 
@@ -30,7 +31,6 @@ HERE = Path(__file__).resolve().parent
 LAUNCH = HERE.parent / "launch"
 sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
-from run_results import summary_and_curve
 
 COMPRESSIONS = {
     "none": [],
@@ -47,16 +47,19 @@ TASKS = {
 DELAY_MS = 0.5
 LONGER = 2
 """Compressed runs may need more steps to the same loss."""
+NUM_EVALUATIONS = 20
+"""Of the uncompressed run."""
 
 
 def train(command: list[str], run_dir: Path) -> dict[str, Any]:
-    """Trains; returns the evaluations (seconds since the first step, loss) and facts of the summary."""
+    """Trains; returns the evaluations (step, loss) and facts of the summary."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
         sys.exit(f"failed: {' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    summary, curve = summary_and_curve(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
-        "curve": curve,
+        "losses": [[event["step"], event["loss"]] for event in events if event["event"] == "eval"],
         "step_ms": summary["step_ms"]["p50"],
         "bytes_reduced_per_step": summary["bytes_reduced"] / summary["steps"],
         "accuracy": summary["eval"].get("accuracy"),
@@ -64,8 +67,7 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
 
 
 def command_of(task: str, compression: str, steps: int, run_dir: Path, *more: str) -> list[str]:
-    length = ["--steps", str(steps), "--eval-every", str(max(1, steps // 20)), "--log-every", "1000"]
-    length += ["--check-every", "0"]
+    length = ["--steps", str(steps), "--log-every", "1000", "--check-every", "0"]
     # One thread: the hosts of the lab share this machine's cores.
     options = [*length, *COMPRESSIONS[compression], *more, "--threads", "1", "--run-dir", str(run_dir)]
     return [sys.executable, "-m", "hvdtrain", "--task", task, *options]
@@ -125,6 +127,7 @@ def runs_of(lab: Laboratory, task: str, options: argparse.Namespace) -> dict[str
                 run_dir = Path(folder) / f"{name}-{repeat}"
                 more = [*TASKS[task], "--data-dir", str(data), "--seed", str(repeat)]
                 more += ["--batch-size", str(options.batch_size)]
+                more += ["--eval-every", str(max(1, options.steps // NUM_EVALUATIONS))]
                 num_steps = options.steps if name == "none" else LONGER * options.steps
                 line = command_of(task, name, num_steps, run_dir, *more)
                 sent = lab.bytes_sent(lab.names[0])
@@ -143,13 +146,23 @@ def ratios(numerators: list[dict[str, Any]], denominators: list[dict[str, Any]],
     return [a[name] / b[name] for a, b in zip(numerators, denominators, strict=True)]
 
 
+def times_to_loss(plain: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[float]:
+    """How many times as fast each run has reached the final loss of a plain one; without those that have not."""
+    ratios = []
+    for one, other in zip(plain, found, strict=True):
+        steps, goal = one["losses"][-1]
+        reached = [step for step, loss in other["losses"] if loss <= goal]
+        if reached:
+            ratios.append(steps * one["step_ms"] / (reached[0] * other["step_ms"]))
+    return ratios
+
+
 def formatted(values: list[float], digits: int = 2) -> str:
     low, median, high = (f"{each:.{digits}f}" for each in (min(values), statistics.median(values), max(values)))
     return f"{median} ({low} to {high})"
 
 
 def report(key: str, runs: dict[str, list[dict[str, Any]]]) -> None:
-    goals = [run["curve"][-1] for run in runs["none"]]
     for name, found in runs.items():
         is_torch = name.startswith(TORCH)
         plain, same = runs[TORCH + "none" if is_torch else "none"], runs[name.removeprefix(TORCH)]
@@ -162,11 +175,7 @@ def report(key: str, runs: dict[str, list[dict[str, Any]]]) -> None:
             print(f"{on_wire} of the bytes on the wire; takes {over} times as long as hvdtrain", flush=True)
             continue
         fewer = statistics.median(ratios(plain, found, "bytes_reduced_per_step"))
-        times = [
-            seconds / reached
-            for (seconds, goal), run in zip(goals, found, strict=True)
-            if (reached := next((at for at, loss in run["curve"] if loss <= goal), None)) is not None
-        ]
+        times = times_to_loss(runs["none"], found)
         to_loss = f"{formatted(times)} times as fast to the loss" if times else "never at the loss"
         print(
             f"1/{fewer:.1f} of the bytes ({on_wire} on the wire), {to_loss} in {len(times)} of {len(found)} runs",
