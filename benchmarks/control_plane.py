@@ -1,12 +1,14 @@
 """The job watch with thousands of ranks: rank 0 is real and trains, the others are simulated on this machine.
 
-    launch/run python benchmarks/control_plane.py --ranks 256 1024 4096
+    launch/run python benchmarks/control_plane.py                      # 2 to 4,096 ranks
+    launch/run python benchmarks/control_plane.py --name before --package ../older    # another checkout's hvdtrain
 
 Rank 0 makes training steps of a small network on one core; the other ranks, whose monitors and connections are the
 real ones, share the other cores in a few processes. Measures, for each number of ranks: the time to connect all ranks;
-rank 0's steps with and without a job watch, interleaved; the processor time of its monitor thread; its memory and
-descriptors; and the time until all ranks agree on a stop, until all are disconnected at the end of a run, and until a
-lost rank, or 64 ranks lost together, are named and all other ranks are ended. Saves results/control_plane.json.
+rank 0's steps in blocks with and without a job watch, alternately in one process, each block with one compared with the
+two beside it; the processor time of its monitor thread; its memory and descriptors; and the time until all ranks agree
+on a stop, until all are disconnected at the end of a run, and until a lost rank, or 64 ranks lost together, are named
+and all other ranks are ended. Saves results/control_plane.json; many_ranks_table.py prints it.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -28,13 +30,18 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "single"))
 from simulated_ranks import FirstRank, SimulatedRanks
 
-from hvdtrain.fault_tolerance import monitor_thread
+from hvdtrain.fault_tolerance import channel, monitor_thread
 from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
 
 RANKS_PER_HOST = 8
 PROCESSES = 4
 LOST_TOGETHER = 64
-_SETTLING_S = 2.0
+_SETTLING_S = 1.0
+# Older code has one limit for all numbers of ranks. It is raised, so that all else can be measured as well.
+_OLD_CONNECT_LIMIT_S = channel._CONNECT_S
+if not hasattr(channel, "_connect_timeout_s"):
+    channel._CONNECT_S = 60.0
 
 
 def make_step() -> Callable[[], None]:
@@ -52,23 +59,52 @@ def make_step() -> Callable[[], None]:
     return lambda: step() and None
 
 
-def train(step: Callable[[], None], watch: JobWatch | None, seconds: float) -> list[float]:
-    """Makes steps as the training loop does; returns the seconds of each."""
-    taken, until = [], time.perf_counter() + seconds
+def connect_limit_s(size: int) -> float:
+    """How long the measured code lets a rank connect."""
+    limit_s = getattr(channel, "_connect_timeout_s", None)
+    return limit_s(size) if limit_s else _OLD_CONNECT_LIMIT_S
+
+
+class Block(NamedTuple):
+    """Means over the steps of a block, which hold their part of what the monitor thread does now and then."""
+
+    step_s: float
+    cpu_s: float
+    """Of this process's threads, for each step: another process on this core does not count."""
+
+
+def train(step: Callable[[], None], watch: JobWatch | None, seconds: float) -> Block:
+    """Makes steps as the training loop does."""
+    steps, began, cpu_s = 0, time.perf_counter(), time.process_time()
+    until = began + seconds
     while time.perf_counter() < until:
-        began = time.perf_counter()
         step()
         if watch is not None:
             watch.check()
-            watch.heartbeat("training", len(taken))
-        taken.append(time.perf_counter() - began)
-    return taken
+            watch.heartbeat("training", steps)
+        steps += 1
+    return Block((time.perf_counter() - began) / steps, (time.process_time() - cpu_s) / steps)
 
 
 def monitor_cpu_s() -> float:
     """The processor time of the running monitor thread."""
     (thread,) = (each for each in threading.enumerate() if each.name == "hvdtrain-monitor")
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+class TimedHeartbeats:
+    """The processor time to send a heartbeat to all ranks, which rank 0 does less often than blocks are long."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        send = MonitorThread._send_heartbeat
+
+        def timed(monitor: MonitorThread) -> None:
+            began = time.thread_time()
+            send(monitor)
+            self.longest_s = max(self.longest_s, time.thread_time() - began)
+
+        MonitorThread._send_heartbeat = timed
 
 
 class Job:
@@ -85,7 +121,7 @@ class Job:
 
         def connect(endpoint: Any) -> None:
             began.append(time.monotonic())
-            self.others.tell("connect", endpoint)
+            self.others.tell("connect", endpoint, 60.0)
 
         watch = JobWatch(FirstRank(self.hosts, connect, lambda: sum(self.others.answers())))
         before = psutil.Process().memory_info().rss
@@ -129,33 +165,36 @@ def measure(size: int, rounds: int, seconds: float) -> dict[str, Any]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     step = make_step()
     train(step, None, 1.0)
+    heartbeats = TimedHeartbeats()
     found: dict[str, list[float]] = {}
+    before = train(step, None, seconds)
     for _ in range(rounds):
-        row: dict[str, float] = {}
-        without = train(step, None, seconds)
-        watch, opened = job.open()
-        row |= opened
+        watch, row = job.open()
         train(step, watch, _SETTLING_S)
         cpu_s, began = monitor_cpu_s(), time.perf_counter()
         within = train(step, watch, seconds)
         row["monitor_cpu_share"] = (monitor_cpu_s() - cpu_s) / (time.perf_counter() - began)
-        row["step_ratio"] = statistics.mean(within) / statistics.mean(without)
-        row["median_step_ratio"] = statistics.median(within) / statistics.median(without)
-        row["step_ms"] = 1000 * statistics.mean(without)
         row["descriptors"] = len(os.listdir("/proc/self/fd"))
+        interval_s = watch._monitor._heartbeat_interval_s
         row["stop_s"] = job.agree_on_a_stop(watch, step)
         began = time.monotonic()
         watch.close()
         row["close_s"] = time.monotonic() - began
         row["all_left_s"] = job.wait_until_left() - began
+        after = train(step, None, seconds)
+        row["step_ratio"] = 2 * within.step_s / (before.step_s + after.step_s)
+        row["step_cpu_ratio"] = 2 * within.cpu_s / (before.cpu_s + after.cpu_s)
+        row["step_ms"] = 1000 * after.step_s
+        before = after
         for name, value in row.items():
             found.setdefault(name, []).append(value)
         print(size, {name: round(value, 4) for name, value in row.items()}, flush=True)
     job.others.close()
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    # A mean: rank 0 sends to all ranks at once, seldom.
-    medians["monitor_cpu_share"] = statistics.mean(found["monitor_cpu_share"])
-    return medians | {"all_rounds": found}
+    # Heartbeats more seldom than blocks are not part of their median.
+    heartbeat = {"heartbeat_interval_s": interval_s, "heartbeat_cpu_s": heartbeats.longest_s}
+    quartiles = {name: statistics.quantiles(values, n=4) for name, values in found.items()}
+    rounded = {name: [round(value, 6) for value in values] for name, values in found.items()}
+    return heartbeat | {"connect_limit_s": connect_limit_s(size), "quartiles": quartiles, "all_rounds": rounded}
 
 
 def measure_loss(size: int, num_lost: int) -> dict[str, Any]:
@@ -203,12 +242,14 @@ class Replaced:
         return self._names.get(name) or getattr(self._module, name)
 
 
-def run(*arguments: str) -> dict[str, Any]:
+def run(package: Path | None, *arguments: str) -> dict[str, Any]:
     """The last line that this script prints in a process of its own."""
     line = [sys.executable, __file__, *arguments]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, timeout=280, check=False)
+    environment = dict(os.environ) | ({"PYTHONPATH": str(package.resolve())} if package else {})
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900, check=False, env=environment)
     if done.returncode != 0:
-        return {"failed": done.returncode}
+        print(done.stderr, file=sys.stderr)
+        return {"failed": done.returncode, "error": done.stderr.splitlines()[-1]}
     *shown, last = done.stdout.splitlines()
     print("\n".join(shown), flush=True)
     return json.loads(last)
@@ -217,10 +258,10 @@ def run(*arguments: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=4)
-    # With four rounds, as long as the longest time between two heartbeats of a rank.
-    parser.add_argument("--seconds", type=float, default=8.0, help="duration of a measurement of steps")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a block of steps")
     parser.add_argument("--name", default="after", help="under which the results are saved")
+    parser.add_argument("--package", type=Path, help="a checkout whose hvdtrain is measured (default: this one)")
     parser.add_argument("--part", choices=["steps", "loss"], help=argparse.SUPPRESS)
     parser.add_argument("--lost", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -230,13 +271,14 @@ def main() -> None:
     if options.part == "loss":
         measure_loss(options.ranks[0], options.lost)
     kept = HERE / "results" / "control_plane.json"
-    results = json.loads(kept.read_text()) if kept.exists() else {}
     for size in options.ranks:
         shared = ["--ranks", str(size), "--rounds", str(options.rounds), "--seconds", str(options.seconds)]
-        row = {"steps": run("--part", "steps", *shared), "lost": {}}
+        row: dict[str, Any] = {"load": os.getloadavg()[0], "lost": {}}
+        row["steps"] = run(options.package, "--part", "steps", *shared)
         for num_lost in [1, *([LOST_TOGETHER] if size > 2 * LOST_TOGETHER else [])]:
-            row["lost"][num_lost] = run("--part", "loss", "--lost", str(num_lost), *shared)
+            row["lost"][num_lost] = run(options.package, "--part", "loss", "--lost", str(num_lost), *shared)
             print(size, num_lost, "lost:", row["lost"][num_lost], flush=True)
+        results = json.loads(kept.read_text()) if kept.exists() else {}
         results.setdefault(options.name, {})[str(size)] = row
         kept.write_text(json.dumps(results, indent=1) + "\n")
 

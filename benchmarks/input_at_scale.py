@@ -1,6 +1,7 @@
 """Input of a billion samples in 100,000 files: time and memory to open, to find a sample and to shuffle.
 
     launch/run python benchmarks/input_at_scale.py --folder /scratch     # needs 9 GB there
+    launch/run python benchmarks/input_at_scale.py --orders    # only the order of samples; keeps other results
 
 The files are real but short. The stored table of their records, which rank 0 makes when it opens them for the first
 time, is written by this script for 10,000 records per file; the time to make it is predicted from scanning one file.
@@ -25,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 FILES, RECORDS_PER_FILE = 100_000, 10_000
 RECORD_BYTES = 100
 BATCH = 32
+RANKS = (2, 16, 64, 256, 1024, 4096)
 _LOOKUPS = 20_000
 
 
@@ -76,7 +78,6 @@ def open_data(folder: Path) -> dict[str, float]:
     """Opens the data set as a rank does, and finds records. In a process of its own, for its memory."""
     from hvdtrain.data.record_files import find_files
     from hvdtrain.data.record_table import open_table
-    from hvdtrain.data.sample_plan import SamplePlan
     from hvdtrain.distributed.single_process import SingleProcessCollectives
 
     before, collectives = private_mb(), SingleProcessCollectives()
@@ -88,10 +89,6 @@ def open_data(folder: Path) -> dict[str, float]:
     records = np.random.default_rng(0).integers(0, table.files.num_records, _LOOKUPS).tolist()
     lookups = [lambda: [table.place_of(record) for record in records]] * 2
     first_us, again_us = (1e6 * seconds(each) / _LOOKUPS for each in lookups)
-    plan = SamplePlan(num_samples=table.files.num_records, batch_size=BATCH, rank=17, size=4096)
-    middle = plan.steps_per_epoch // 2
-    resumed_ms = 1e3 * seconds(lambda: plan.draw(middle))
-    drawn_us = 1e6 * seconds(lambda: plan.draw(middle), 200)
     return {
         "records": table.files.num_records,
         "find_files_s": found_s,
@@ -99,9 +96,17 @@ def open_data(folder: Path) -> dict[str, float]:
         "memory_mb": private_mb() - before,
         "place_us": first_us,
         "place_again_us": again_us,
-        "first_draw_ms": resumed_ms,
-        "draw_us": drawn_us,
     }
+
+
+def draw(ranks: int) -> dict[str, float]:
+    """Draws the samples of a rank's step in the middle of an epoch, as a job that resumes does; and once more."""
+    from hvdtrain.data.sample_plan import SamplePlan
+
+    plan = SamplePlan(num_samples=FILES * RECORDS_PER_FILE, batch_size=BATCH, rank=ranks // 2, size=ranks)
+    middle = plan.steps_per_epoch // 2
+    first_ms = 1e3 * seconds(lambda: plan.draw(middle))
+    return {"first_draw_ms": first_ms, "draw_us": 1e6 * seconds(lambda: plan.draw(middle), 200)}
 
 
 def permute(samples: int) -> dict[str, float]:
@@ -117,21 +122,13 @@ def measured(*arguments: Any) -> dict[str, float]:
     return json.loads(subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--permute", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    if options.open or options.permute:
-        print(json.dumps(open_data(options.open) if options.open else permute(options.permute)))
-        return
+def measure_files(scratch: Path) -> dict[str, Any]:
+    """What needs the files, which are removed again."""
     from hvdtrain.data.record_files import find_files
     from hvdtrain.data.record_index import index_records
     from hvdtrain.distributed.single_process import SingleProcessCollectives
 
-    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    folder = Path(tempfile.mkdtemp(dir=scratch))
     try:
         write_files(folder / "data")
         files = find_files([folder / "data" / "*.tfrecord"], folder / "cache", SingleProcessCollectives())
@@ -145,8 +142,28 @@ def main() -> None:
         found["predicted"]["permutation_of_a_billion"] = {name: 10 * value for name, value in largest.items()}
     finally:
         shutil.rmtree(folder)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--permute", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--orders", action="store_true", help="measure only the order of samples")
+    parser.add_argument("--draw", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    for part, argument in ((open_data, options.open), (permute, options.permute), (draw, options.draw)):
+        if argument:
+            print(json.dumps(part(argument)))
+            return
+    kept = HERE / "results" / "input_at_scale.json"
+    orders = {str(ranks): measured("--draw", ranks) for ranks in RANKS}
+    found: dict[str, Any] = json.loads(kept.read_text()) if options.orders else measure_files(options.folder)
+    found["run"]["orders_by_ranks"] = orders
     print(json.dumps(found, indent=1))
-    (HERE / "results" / "input_at_scale.json").write_text(json.dumps(found, indent=1) + "\n")
+    kept.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

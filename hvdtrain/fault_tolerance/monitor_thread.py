@@ -31,7 +31,7 @@ _SAME_SIGNAL_S = 1.0
 _DRAIN_S = 1.0
 _REPORT_S = 1.0
 _AFTER_REPORT_S = 0.5
-# Rank 0 of a job with more ranks than that lets messages gather: each wake-up looks at all connections.
+# Rank 0 of a job with more ranks than that lets messages gather: each wake-up interrupts its main thread.
 _MANY_RANKS = 128
 _GATHER_S = 0.2
 _CHECK_LAUNCHER_S = 1.0
@@ -84,8 +84,7 @@ class MonitorThread:
         self._horovodrun = processes.horovodrun_above()
         self._requests: deque[Callable[[], None]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
-        # poll, not epoll: a forked child shares no kernel state with it.
-        self._selector = selectors.PollSelector()
+        self._selector = selectors.EpollSelector()
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         for peer in self._peers.values():
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -140,6 +139,7 @@ class MonitorThread:
 
     def _release(self) -> None:
         _running.discard(self)
+        self._selector.close()  # Nothing is unregistered: a forked child shares its parent's registrations.
         self._wake_reader.close()
         self._wake_writer.close()
         for peer in self._peers.values():

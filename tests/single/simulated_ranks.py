@@ -126,8 +126,12 @@ class RankGroup:
 
     # Commands.
 
-    def connect(self, endpoint: Any) -> None:
-        """Connects all ranks at once, as those of a job; sends the number of those that could not."""
+    def connect(self, endpoint: Any, timeout_s: float | None = None) -> None:
+        """Connects all ranks at once, as those of a job; sends the number of those that could not.
+
+        Args:
+            timeout_s: default: that of a job with as many ranks.
+        """
         _, port, token = endpoint
         self._codes, self._decided_at = {}, {}
         connections = {}
@@ -138,7 +142,8 @@ class RankGroup:
                 connecting.connect_ex((_LOOPBACK, port))
                 connections[rank] = channel.Connection(connecting)
                 selector.register(connections[rank], selectors.EVENT_WRITE, rank)
-            until = time.monotonic() + channel._connect_timeout_s(len(self._hosts))
+            timeout_s = channel._connect_timeout_s(len(self._hosts)) if timeout_s is None else timeout_s
+            until = time.monotonic() + timeout_s
             while selector.get_map() and time.monotonic() < until:
                 for key, events in selector.select(1.0):
                     connection, rank = connections[key.data], key.data

@@ -1,5 +1,6 @@
 """The monitor thread's deadlines, with a clock that the test advances."""
 
+import os
 import signal
 import socket
 import time
@@ -94,6 +95,17 @@ def test_a_rank_without_heartbeats_is_named_after_the_timeout(rank, capfd):
         rank.advance(INTERVAL_S)
     assert "no heartbeat from rank 1 (host b) for 8 s, last seen before its first step." in capfd.readouterr().err
     assert rank.received() == ["end"]
+
+
+def test_a_forked_child_leaves_the_connections_of_its_parent_watched(rank):
+    child = os.fork()
+    if child == 0:
+        rank.monitor.release_in_child()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    rank.send({"kind": "heartbeat", "position": Position(7, "training", 7)})
+    rank.poll()
+    assert rank.monitor._peers[1].position.heartbeats == 7
 
 
 @pytest.mark.parametrize("suspended_s", [2 * INTERVAL_S + 0.1, 100 * TIMEOUT_S])
