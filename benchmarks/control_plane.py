@@ -3,10 +3,10 @@
     launch/run python benchmarks/control_plane.py                      # 2 to 4,096 ranks
     launch/run python benchmarks/control_plane.py --name before --package ../older    # another checkout's hvdtrain
 
-Rank 0 makes training steps of a small network on one core; the other ranks, whose monitors and connections are the
+Rank 0 makes compiled steps on one core; the other ranks, whose monitors and connections are the
 real ones, share the other cores in a few processes. Measures, for each number of ranks: the time to connect all ranks;
-rank 0's steps in blocks with and without a job watch, alternately in one process, each block with one compared with the
-two beside it; the processor time of its monitor thread; its memory and descriptors; and the time until all ranks agree
+rank 0's steps in short blocks with and without a job watch, alternately, each block with it compared with the two beside
+it; the processor time of its monitor thread; its memory and descriptors; and the time until all ranks agree
 on a stop, until all are disconnected at the end of a run, and until a lost rank, or 64 ranks lost together, are named
 and all other ranks are ended. Saves results/control_plane.json; many_ranks_table.py prints it.
 """
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,6 @@ from simulated_ranks import FirstRank, SimulatedRanks
 
 from hvdtrain.fault_tolerance import channel, monitor_thread
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
 
 RANKS_PER_HOST = 8
 PROCESSES = 4
@@ -45,18 +45,22 @@ if not hasattr(channel, "_connect_timeout_s"):
 
 
 def make_step() -> Callable[[], None]:
-    """A compiled training step of about 5 ms."""
+    """A compiled step of some milliseconds whose data stay in the core's own cache, so that other cores matter little."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    import keras
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    model = keras.Sequential([keras.layers.Input((256,)), *(keras.layers.Dense(384, "relu") for _ in range(4))])
-    model.compile("sgd", "mse")
-    x, y = tf.random.normal((256, 256)), tf.random.normal((256, 384))
-    step = tf.function(lambda: model.train_step((x, y)))
-    return lambda: step() and None
+    matrix = tf.eye(128)
+
+    @tf.function
+    def step() -> tf.Tensor:
+        product = matrix
+        for _ in tf.range(150):
+            product = product @ matrix
+        return tf.reduce_sum(product)
+
+    return lambda: float(step()) and None
 
 
 def connect_limit_s(size: int) -> float:
@@ -92,19 +96,42 @@ def monitor_cpu_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-class TimedHeartbeats:
-    """The processor time to send a heartbeat to all ranks, which rank 0 does less often than blocks are long."""
+class Watched:
+    """Suspends a job watch, so that steps are as without one: its monitor thread sleeps, and no rank sends anything.
 
-    def __init__(self) -> None:
-        self.longest_s = 0.0
-        send = MonitorThread._send_heartbeat
+    Heartbeats that become due meanwhile are sent in the next block of steps with the job watch, which therefore costs
+    somewhat more than in a job.
+    """
 
-        def timed(monitor: MonitorThread) -> None:
-            began = time.thread_time()
-            send(monitor)
-            self.longest_s = max(self.longest_s, time.thread_time() - began)
+    def __init__(self, watch: JobWatch, job: "Job"):
+        self._job = job
+        self._runs = threading.Event()
+        self._runs.set()
+        self._monitor: Any = watch._monitor
+        self.heartbeat_cpu_s = 0.0
+        """The longest processor time to send a heartbeat to all ranks."""
+        self.interval_s = self._monitor._heartbeat_interval_s
+        self._poll, self._send = self._monitor.poll, self._monitor._send_heartbeat
+        self._monitor.poll, self._monitor._send_heartbeat = self.poll, self.send
 
-        MonitorThread._send_heartbeat = timed
+    def poll(self) -> None:
+        self._runs.wait()
+        self._poll()
+
+    def send(self) -> None:
+        began = time.thread_time()
+        self._send()
+        self.heartbeat_cpu_s = max(self.heartbeat_cpu_s, time.thread_time() - began)
+
+    def suspend(self) -> None:
+        self._runs.clear()
+        for process in self._job.others.processes:
+            os.kill(process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        for process in self._job.others.processes:
+            os.kill(process.pid, signal.SIGCONT)
+        self._runs.set()
 
 
 class Job:
@@ -159,42 +186,53 @@ def other_cores() -> list[int]:
     return cores[1:] or cores
 
 
-def measure(size: int, rounds: int, seconds: float) -> dict[str, Any]:
+def step_ratios(watch: JobWatch, watched: Watched, step: Callable[[], None], pairs: int, seconds: float) -> Any:
+    """By name, a number for each block with the job watch: its steps relative to the means of the blocks beside it."""
+    found: dict[str, list[float]] = {"step_ratio": [], "step_cpu_ratio": [], "step_ms": [], "monitor_cpu_share": []}
+    watched.suspend()
+    before = train(step, None, seconds)
+    for _ in range(pairs):
+        watched.resume()
+        cpu_s, began = monitor_cpu_s(), time.perf_counter()
+        within = train(step, watch, seconds)
+        found["monitor_cpu_share"].append((monitor_cpu_s() - cpu_s) / (time.perf_counter() - began))
+        watched.suspend()
+        after = train(step, None, seconds)
+        found["step_ratio"].append(2 * within.step_s / (before.step_s + after.step_s))
+        found["step_cpu_ratio"].append(2 * within.cpu_s / (before.cpu_s + after.cpu_s))
+        found["step_ms"].append(1000 * after.step_s)
+        before = after
+    watched.resume()
+    return found
+
+
+def measure(size: int, rounds: int, pairs: int, seconds: float) -> dict[str, Any]:
     job = Job(size)
     # Before TensorFlow starts threads of its own.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     step = make_step()
     train(step, None, 1.0)
-    heartbeats = TimedHeartbeats()
     found: dict[str, list[float]] = {}
-    before = train(step, None, seconds)
     for _ in range(rounds):
-        watch, row = job.open()
+        watch, opened = job.open()
+        watched = Watched(watch, job)
         train(step, watch, _SETTLING_S)
-        cpu_s, began = monitor_cpu_s(), time.perf_counter()
-        within = train(step, watch, seconds)
-        row["monitor_cpu_share"] = (monitor_cpu_s() - cpu_s) / (time.perf_counter() - began)
-        row["descriptors"] = len(os.listdir("/proc/self/fd"))
-        interval_s = watch._monitor._heartbeat_interval_s
+        rows = step_ratios(watch, watched, step, pairs, seconds)
+        row = {**opened, "descriptors": len(os.listdir("/proc/self/fd")), "heartbeat_cpu_s": watched.heartbeat_cpu_s}
+        train(step, watch, _SETTLING_S)
         row["stop_s"] = job.agree_on_a_stop(watch, step)
         began = time.monotonic()
         watch.close()
         row["close_s"] = time.monotonic() - began
         row["all_left_s"] = job.wait_until_left() - began
-        after = train(step, None, seconds)
-        row["step_ratio"] = 2 * within.step_s / (before.step_s + after.step_s)
-        row["step_cpu_ratio"] = 2 * within.cpu_s / (before.cpu_s + after.cpu_s)
-        row["step_ms"] = 1000 * after.step_s
-        before = after
-        for name, value in row.items():
-            found.setdefault(name, []).append(value)
-        print(size, {name: round(value, 4) for name, value in row.items()}, flush=True)
+        for name, values in [*rows.items(), *((name, [value]) for name, value in row.items())]:
+            found.setdefault(name, []).extend(values)
+        print(size, {name: round(statistics.median(values), 4) for name, values in found.items()}, flush=True)
     job.others.close()
-    # Heartbeats more seldom than blocks are not part of their median.
-    heartbeat = {"heartbeat_interval_s": interval_s, "heartbeat_cpu_s": heartbeats.longest_s}
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in found.items()}
     rounded = {name: [round(value, 6) for value in values] for name, values in found.items()}
-    return heartbeat | {"connect_limit_s": connect_limit_s(size), "quartiles": quartiles, "all_rounds": rounded}
+    fixed = {"heartbeat_interval_s": watched.interval_s, "connect_limit_s": connect_limit_s(size)}
+    return fixed | {"quartiles": quartiles, "all_rounds": rounded}
 
 
 def measure_loss(size: int, num_lost: int) -> dict[str, Any]:
@@ -258,21 +296,23 @@ def run(package: Path | None, *arguments: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a block of steps")
+    parser.add_argument("--rounds", type=int, default=4, help="how often the ranks connect")
+    parser.add_argument("--pairs", type=int, default=20, help="blocks of steps with the job watch in each round")
+    parser.add_argument("--seconds", type=float, default=1.0, help="duration of a block of steps")
     parser.add_argument("--name", default="after", help="under which the results are saved")
     parser.add_argument("--package", type=Path, help="a checkout whose hvdtrain is measured (default: this one)")
     parser.add_argument("--part", choices=["steps", "loss"], help=argparse.SUPPRESS)
     parser.add_argument("--lost", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part == "steps":
-        print(json.dumps(measure(options.ranks[0], options.rounds, options.seconds)))
+        print(json.dumps(measure(options.ranks[0], options.rounds, options.pairs, options.seconds)))
         return
     if options.part == "loss":
         measure_loss(options.ranks[0], options.lost)
     kept = HERE / "results" / "control_plane.json"
     for size in options.ranks:
-        shared = ["--ranks", str(size), "--rounds", str(options.rounds), "--seconds", str(options.seconds)]
+        shared = ["--ranks", str(size), "--rounds", str(options.rounds)]
+        shared += ["--pairs", str(options.pairs), "--seconds", str(options.seconds)]
         row: dict[str, Any] = {"load": os.getloadavg()[0], "lost": {}}
         row["steps"] = run(options.package, "--part", "steps", *shared)
         for num_lost in [1, *([LOST_TOGETHER] if size > 2 * LOST_TOGETHER else [])]:

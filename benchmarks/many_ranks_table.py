@@ -30,7 +30,8 @@ def ratio(name: str) -> Cell:
 
     def cell(row: dict[str, Any]) -> str:
         steps = row["steps"]
-        burst = steps["heartbeat_cpu_s"] / steps["heartbeat_interval_s"] if steps["heartbeat_interval_s"] > 1 else 0.0
+        interval_s = steps["heartbeat_interval_s"]
+        burst = steps["quartiles"]["heartbeat_cpu_s"][1] / interval_s if interval_s > 1 else 0.0
         low, middle, high = (f"{each + burst:.3f}" for each in steps["quartiles"][name])
         return f"{middle} ({low}–{high})"
 
