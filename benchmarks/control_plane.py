@@ -3,12 +3,12 @@
     launch/run python benchmarks/control_plane.py                      # 2 to 4,096 ranks
     launch/run python benchmarks/control_plane.py --name before --package ../older    # another checkout's hvdtrain
 
-Rank 0 makes compiled steps on one core; the other ranks, whose monitors and connections are the
-real ones, share the other cores in a few processes. Measures, for each number of ranks: the time to connect all ranks;
-rank 0's steps in short blocks with and without a job watch, alternately, each block with it compared with the two beside
-it; the processor time of its monitor thread; its memory and descriptors; and the time until all ranks agree
-on a stop, until all are disconnected at the end of a run, and until a lost rank, or 64 ranks lost together, are named
-and all other ranks are ended. Saves results/control_plane.json; many_ranks_table.py prints it.
+Rank 0 makes compiled steps on one core; the other ranks, whose monitors and connections are the real ones, share the
+other cores in a few processes. Measures, for each number of ranks: the time to connect all ranks; rank 0's steps in
+short blocks with and without a job watch, alternately, each block with it compared with the two beside it; the
+processor time of its monitor thread; its memory and descriptors; and the time until all ranks agree on a stop, until
+all are disconnected at the end of a run, and until a lost rank, or 64 ranks lost together, are named and all other
+ranks are ended. Saves results/control_plane.json; many_ranks_table.py prints it.
 """
 
 import argparse
@@ -45,7 +45,7 @@ if not hasattr(channel, "_connect_timeout_s"):
 
 
 def make_step() -> Callable[[], None]:
-    """A compiled step of some milliseconds whose data stay in the core's own cache, so that other cores matter little."""
+    """A compiled step of some milliseconds whose data stay in the core's own cache: other cores matter little."""
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     import tensorflow as tf
 

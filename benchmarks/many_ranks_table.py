@@ -111,14 +111,14 @@ def input_of_ranks() -> list[list[str]]:
     saved = json.loads((RESULTS / "input_at_scale.json").read_text())
     opened = sorted(saved["run"]["opened"], key=lambda each: each["open_s"])[len(saved["run"]["opened"]) // 2]
     old = saved["predicted"]["permutation_of_a_billion"]
-    stored = f"{old['seconds']:.0f} s and {old['memory_mb'] / 1000:.1f} GB"
+    stored = f"{old['seconds']:.0f} s, {old['memory_mb'] / 1000:.1f} GB"
     draws = (saved["run"]["orders_by_ranks"][str(ranks)]["first_draw_ms"] for ranks in RANKS)
     orders = [before_and_after(stored, f"{each:.1f} ms") for each in draws]
     return [
-        ["open 100,000 files with a billion samples, s", "run on one rank", *[f"{opened['open_s']:.1f}"] * len(RANKS)],
-        ["first batch's samples of a billion in a random order", "before predicted, after run on one rank", *orders],
+        ["open 100,000 files of a billion samples, s", "run on one rank", *[f"{opened['open_s']:.1f}"] * len(RANKS)],
+        ["find a batch of a billion samples in random order", "predicted → run on one rank", *orders],
         [
-            "make the index of a billion samples, once, min",
+            "make their index on one rank, once, min",
             "predicted",
             *[f"{saved['predicted']['scan_billion_records_s'] / 60:.0f}"] * len(RANKS),
         ],
