@@ -112,7 +112,7 @@ def input_of_ranks() -> list[list[str]]:
     opened = sorted(saved["run"]["opened"], key=lambda each: each["open_s"])[len(saved["run"]["opened"]) // 2]
     old = saved["predicted"]["permutation_of_a_billion"]
     stored = f"{old['seconds']:.0f} s, {old['memory_mb'] / 1000:.1f} GB"
-    draws = (saved["run"]["orders_by_ranks"][str(ranks)]["first_draw_ms"] for ranks in RANKS)
+    draws = (saved["run"]["orders_by_ranks"][str(ranks)]["draw_ms"] for ranks in RANKS)
     orders = [before_and_after(stored, f"{each:.1f} ms") for each in draws]
     return [
         ["open 100,000 files of a billion samples, s", "run on one rank", *[f"{opened['open_s']:.1f}"] * len(RANKS)],
