@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -97,11 +96,7 @@ def monitor_cpu_s() -> float:
 
 
 class Watched:
-    """Suspends a job watch, so that steps are as without one: its monitor thread sleeps, and no rank sends anything.
-
-    Heartbeats that become due meanwhile are sent in the next block of steps with the job watch, which therefore costs
-    somewhat more than in a job.
-    """
+    """Suspends a job watch, so that steps are as without one: its monitor thread sleeps, and no rank sends anything."""
 
     def __init__(self, watch: JobWatch, job: "Job"):
         self._job = job
@@ -125,12 +120,10 @@ class Watched:
 
     def suspend(self) -> None:
         self._runs.clear()
-        for process in self._job.others.processes:
-            os.kill(process.pid, signal.SIGSTOP)
+        self._job.others.tell("suspend")
 
     def resume(self) -> None:
-        for process in self._job.others.processes:
-            os.kill(process.pid, signal.SIGCONT)
+        self._job.others.tell("resume")
         self._runs.set()
 
 

@@ -181,6 +181,18 @@ class RankGroup:
             self._close(rank)
         self._pipe.send(began if mine else math.inf)
 
+    def suspend(self) -> None:
+        """Polls no rank until the next command. Heartbeats become due as much later, so that they stay spread."""
+        began = time.monotonic()
+        self._pipe.poll(None)
+        gap_s = time.monotonic() - began
+        for each in self._ranks.values():
+            each.monitor._heartbeat_at += gap_s
+        self._due = [(at + gap_s, rank) for at, rank in self._due]
+
+    def resume(self) -> None:
+        """Ends a suspension."""
+
     def left(self) -> None:
         """Sends how many ranks are connected, the exit codes of ended ones, and when the last one ended."""
         self._pipe.send((len(self._ranks), dict(self._codes), self._ended_at))
