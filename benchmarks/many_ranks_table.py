@@ -18,6 +18,8 @@ Cell = Callable[[dict[str, Any]], str]
 
 def seconds(value: float) -> str:
     """At most two digits that matter, and no more than milliseconds."""
+    if value < 0.0005:
+        return "< 0.001"
     return f"{value:.1f}" if value >= 0.995 else f"{value:.2f}" if value >= 0.0095 else f"{value:.3f}"
 
 
