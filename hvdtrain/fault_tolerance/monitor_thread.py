@@ -32,7 +32,7 @@ _DRAIN_S = 1.0
 _REPORT_S = 1.0
 _AFTER_REPORT_S = 0.5
 # Rank 0 of a job with more ranks than that lets messages gather: each wake-up interrupts its main thread.
-_MANY_RANKS = 128
+_MANY_RANKS = 32
 _GATHER_S = 0.2
 _CHECK_LAUNCHER_S = 1.0
 _REMEDY = "The job ends; restart it to resume from its last checkpoint."
