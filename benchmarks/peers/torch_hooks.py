@@ -42,7 +42,7 @@ def main() -> None:
     torch.manual_seed(0)
     distributed.init_process_group("gloo")
     network, x, y = model_and_batch(arguments.task, arguments.batch_size)
-    # The hook waits on Gloo's threads, of which there are two: with several buckets, all wait for each other.
+    # Over Gloo, this hook was seen to wait forever with several buckets; probably it occupies all of Gloo's threads.
     bucket_mb = ONE_BUCKET_MB if arguments.hook == "powersgd:4" else None
     model = nn.parallel.DistributedDataParallel(network, bucket_cap_mb=bucket_mb)
     if arguments.hook == "fp16":
