@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.device_prefetch import prefetch_to
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import Source
@@ -14,12 +15,17 @@ from hvdtrain.distributed.collectives import Collectives
 
 
 class TrainingFeed:
-    """This rank's micro-batches, for an unlimited number of epochs."""
+    """This rank's micro-batches, for an unlimited number of epochs.
 
-    def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota):
+    Args:
+        device: to which batches are copied ahead of their steps; None: each step copies its own.
+    """
+
+    def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
         self._source = source
         self.plan = plan
         self._quota = quota
+        self._device = device
         self._excluded: frozenset[int] = frozenset()
         self.iterator: Any = None
 
@@ -33,7 +39,9 @@ class TrainingFeed:
 
         The iterator stays the same object once it exists, so that a compiled step that reads it is not traced again.
         """
-        dataset = training_dataset(self._source, self.plan, first_micro_batch=micro_batch, excluded=self._excluded)
+        dataset = self._prefetched(
+            training_dataset(self._source, self.plan, first_micro_batch=micro_batch, excluded=self._excluded)
+        )
         if self.iterator is None:
             self.iterator = iter(dataset)
         else:
@@ -42,6 +50,9 @@ class TrainingFeed:
             )
         # Its Python functions live as long as it does.
         self._dataset = dataset
+
+    def _prefetched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        return dataset if self._device is None else prefetch_to(self._device, dataset)
 
     def set_rank_batch_sizes(self, sizes: tuple[int, ...]) -> None:
         """Assigns the samples of a global batch to ranks in another way, from the next :meth:`start` on."""

@@ -70,6 +70,11 @@ def has_gpu() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
+def own_gpu() -> str | None:
+    """The device name of this rank's GPU; None if it has none."""
+    return "/GPU:0" if has_gpu() else None
+
+
 def computes_on_one_core() -> bool:
     """Whether this rank has one compute thread and no GPU: anything that runs beside its step only delays it."""
     import tensorflow as tf

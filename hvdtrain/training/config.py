@@ -136,6 +136,8 @@ class StepConfig(Config):
     """Steps in one compiled call; more is faster for small models."""
     jit_compile: bool | None = None
     """Let XLA compile the forward and backward pass (default: on a GPU, if Keras does and nothing excludes it)."""
+    prefetch_to_device: bool = False
+    """Copy batches to this rank's GPU ahead of the steps that use them."""
     sync_batchnorm: bool = False
     """Batch normalization over the samples of all ranks."""
     remainder: Literal["pad", "drop"] = "pad"

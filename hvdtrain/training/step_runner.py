@@ -25,7 +25,7 @@ from hvdtrain.optim.distributed_optimizer import (
     require_hooks,
 )
 from hvdtrain.optim.hooks import synchronize_batch_normalization
-from hvdtrain.system import network
+from hvdtrain.system import devices, network
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import StepConfig, TrainConfig
 from hvdtrain.training.eval_step import build_metrics
@@ -82,7 +82,8 @@ class StepRunner:
         self.progress = Progress()
         plan = sample_plan(source, config, collectives)
         self.quota = BadSampleQuota(config.guards.bad_samples, collectives)
-        self.feed = (QuorumFeed if config.stragglers.is_active else TrainingFeed)(source, plan, self.quota)
+        device = devices.own_gpu() if config.prefetch_to_device else None
+        self.feed = (QuorumFeed if config.stragglers.is_active else TrainingFeed)(source, plan, self.quota, device)
         self.times = StepTimes(config.gradient_accumulation_steps)
         self.time_shares = TimeShares(self.times, collectives, network.host_name())
         self.balancer = LoadBalancer(

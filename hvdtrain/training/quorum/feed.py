@@ -48,13 +48,13 @@ class QuorumFeed(TrainingFeed):
         UsageError: the source can be read in its own order only.
     """
 
-    def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota):
+    def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
         if isinstance(source, Stream):
             raise UsageError(
                 "--quorum deals the rest of an epoch anew, which needs samples that can be read by number. Received: a "
                 "stream (tf.data.Dataset). Use arrays, TFRecords or hvdtrain.data.RandomAccess."
             )
-        super().__init__(source, plan, quota)
+        super().__init__(source, plan, quota, device)
         self._next: _Key | None = None
         """What the iterator yields next."""
         self._kept: tuple[_Key, Any] | None = None
@@ -97,7 +97,7 @@ class QuorumFeed(TrainingFeed):
 
     def _read(self, plan: SamplePlan, first_micro_batch: int) -> None:
         # Its Python functions live as long as it does.
-        self._dataset = training_dataset(self._source, plan, first_micro_batch=first_micro_batch)
+        self._dataset = self._prefetched(training_dataset(self._source, plan, first_micro_batch=first_micro_batch))
         self.iterator = iter(self._dataset)
 
     def _key_after(self, shares: EpochShares, micro_batch: MicroBatch) -> _Key | None:
