@@ -4,14 +4,19 @@ import json
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
+from trainers import make_trainer
 
+import hvdtrain
 from hvdtrain.commands import cli
-from hvdtrain.commands.bench import measurements, report
+from hvdtrain.commands.bench import gpu_copies, measurements, report
 from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC, Block
 from hvdtrain.commands.bench.config import BenchConfig
 from hvdtrain.config.fields import as_dict
 from hvdtrain.errors import UsageError
+from hvdtrain.system import devices
 
 # Two ranks, of which the second is slower and has smaller batches; four measurements of ten steps each.
 SECONDS = [(1.0, 2.0), (1.0, 2.2), (1.0, 2.0), (1.0, 2.2)]
@@ -109,6 +114,23 @@ def test_report(ranks, tmp_path):
         assert "one connection to b: 940 Mbit/s\none connection to c: cannot be reached over TCP" in text
     assert report.draw(found(ranks), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_copies_to_and_from_a_gpu(monkeypatch):
+    hvdtrain.init()
+    model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    data = hvdtrain.data.Arrays(np.zeros((16, 5), np.uint8), np.zeros((16, 3), np.float32))
+    runner = make_trainer(model, data, batch_size=8, steps=1)._runner
+    assert gpu_copies.measure(runner) is None
+    monkeypatch.setattr(devices, "own_gpu", lambda: "/CPU:0")
+    copies = gpu_copies.measure(runner)
+    # With a factor for the loss.
+    assert copies["batch to GPU"]["bytes"] == 8 * (5 + 4 * 3) + 4
+    assert copies["gradients to host"]["bytes"] == 4 * (5 * 3 + 3)
+    assert all(copy["seconds"] > 0 for copy in copies.values())
+    copies["batch to GPU"]["seconds"] = 0.0025
+    assert "\ncopy, batch to GPU: 2.500 ms for 140 bytes\n" in report.table({**found(1), "copies": copies}) + "\n"
 
 
 @pytest.mark.parametrize(

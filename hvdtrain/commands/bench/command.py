@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.bench import gradient_times, measurements, prediction, reductions, report
+from hvdtrain.commands.bench import gpu_copies, gradient_times, measurements, prediction, reductions, report
 from hvdtrain.commands.bench.cases import (
     ALONE,
     INDEPENDENT,
@@ -53,6 +53,8 @@ def _measure(config: BenchConfig, session: Session) -> None:
     steps = steps_per_block(config, cases, collectives)
     measured = measurements.interleaved(cases, steps, config.measurement.blocks, session)
     found = _facts(config, cases, measured, steps, session)
+    if (copies := gpu_copies.measure(cases[0].runner)) is not None:
+        found["copies"] = copies
     if collectives.size > 1:
         found["network"] = reductions.measure(collectives)
     if config.prediction.predict is not None:

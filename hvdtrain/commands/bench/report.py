@@ -37,6 +37,8 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"gradients of a step, {name}: {size:,} bytes{less}")
     if "recommended_compression" in found:
         lines.append(f"recommended: --compression {found['recommended_compression']}")
+    for name, copy in found.get("copies", {}).items():
+        lines.append(f"copy, {name}: {1000 * copy['seconds']:.3f} ms for {copy['bytes']:,} bytes")
     for row in found["network"]["allreduce"] if "network" in found else ():
         comparison = "" if row["over_mpi"] is None else f", {row['over_mpi']:.2f}x the time of a bare MPI_Allreduce"
         lines.append(
