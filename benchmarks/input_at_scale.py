@@ -2,9 +2,11 @@
 
     launch/run python benchmarks/input_at_scale.py --folder /scratch     # needs 9 GB there
     launch/run python benchmarks/input_at_scale.py --orders    # only the order of samples; keeps other results
+    launch/run python benchmarks/input_at_scale.py --scans     # only the first scan by 1 and 2 ranks; likewise
 
-The files are real but short. The stored table of their records, which rank 0 makes when it opens them for the first
-time, is written by this script for 10,000 records per file; the time to make it is predicted from scanning one file.
+The files are real but short. The stored table of their records, which the ranks of the first host make when they open
+them for the first time, is written by this script for 10,000 records per file; the time that one rank needs for it is
+predicted from scanning one file. How much faster more ranks are is measured with 100 files that are full.
 Prints lines marked run or predicted, and saves them to results/input_at_scale.json.
 """
 
@@ -28,6 +30,7 @@ FILES, RECORDS_PER_FILE = 100_000, 10_000
 RECORD_BYTES = 100
 BATCH = 32
 RANKS = (2, 16, 64, 256, 1024, 4096)
+_SCANNED_FILES = 100
 _LOOKUPS = 20_000
 _DRAWS = 99
 
@@ -45,7 +48,7 @@ def private_mb() -> float:
     return int(line.split()[1]) / 1000
 
 
-def write_files(folder: Path) -> None:
+def framed_record() -> bytes:
     from google_crc32c import value
 
     def checksum(data: bytes) -> bytes:
@@ -53,7 +56,11 @@ def write_files(folder: Path) -> None:
         return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
 
     data, length = bytes(RECORD_BYTES), RECORD_BYTES.to_bytes(8, "little")
-    record = length + checksum(length) + data + checksum(data)
+    return length + checksum(length) + data + checksum(data)
+
+
+def write_files(folder: Path) -> None:
+    record = framed_record()
     folder.mkdir()
     for i in range(FILES):
         (folder / f"{i:05}.tfrecord").write_bytes(record)
@@ -112,6 +119,40 @@ def draw(ranks: int) -> dict[str, float]:
     return {"draw_ms": 1e3 * statistics.median(seconds(first_draw) for _ in range(_DRAWS))}
 
 
+def scan(folder: Path) -> dict[str, float]:
+    """Opens files for the first time, together with the other ranks of a job."""
+    import hvdtrain
+    from hvdtrain.data.record_files import find_files
+    from hvdtrain.data.record_table import open_table
+    from hvdtrain.distributed import runtime
+
+    hvdtrain.init()
+    collectives = runtime.collectives()
+    files = find_files([folder / "data" / "*.tfrecord"], folder / "cache", collectives)
+    scan_s = seconds(lambda: open_table(files, collectives))
+    return {"seconds": scan_s} if collectives.rank == 0 else {}
+
+
+def measure_scans(scratch: Path) -> dict[str, Any]:
+    """The first scan by one rank and by two, in turn."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    found: dict[str, list[float]] = {"1": [], "2": []}
+    try:
+        (folder / "data").mkdir()
+        for i in range(_SCANNED_FILES):
+            (folder / "data" / f"{i:05}.tfrecord").write_bytes(framed_record() * RECORDS_PER_FILE)
+        for _ in range(3):
+            for ranks, values in found.items():
+                line = ["mpirun", "--allow-run-as-root", "-np", ranks, sys.executable, __file__, "--scan", str(folder)]
+                output = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+                values += [json.loads(each)["seconds"] for each in output.splitlines() if "seconds" in each]
+                shutil.rmtree(folder / "cache")
+    finally:
+        shutil.rmtree(folder)
+    ratios = [one / two for one, two in zip(*found.values(), strict=True)]
+    return {"seconds_by_ranks": found, "one_over_two": statistics.median(ratios), "range": [min(ratios), max(ratios)]}
+
+
 def permute(samples: int) -> dict[str, float]:
     """A permutation in memory, as it was before; in a process of its own."""
     before = private_mb()
@@ -154,17 +195,27 @@ def main() -> None:
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--permute", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--orders", action="store_true", help="measure only the order of samples")
+    parser.add_argument("--scans", action="store_true", help="measure only the first scan of files")
+    parser.add_argument("--scan", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--draw", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    for part, argument in ((open_data, options.open), (permute, options.permute), (draw, options.draw)):
+    for part, argument in (
+        (open_data, options.open),
+        (permute, options.permute),
+        (draw, options.draw),
+        (scan, options.scan),
+    ):
         if argument:
             print(json.dumps(part(argument)))
             return
     kept = HERE / "results" / "input_at_scale.json"
-    orders = {str(ranks): measured("--draw", ranks) for ranks in RANKS}
-    found: dict[str, Any] = json.loads(kept.read_text()) if options.orders else measure_files(options.folder)
-    found["run"]["orders_by_ranks"] = orders
+    all_parts = not (options.orders or options.scans)
+    found: dict[str, Any] = measure_files(options.folder) if all_parts else json.loads(kept.read_text())
+    if all_parts or options.orders:
+        found["run"]["orders_by_ranks"] = {str(ranks): measured("--draw", ranks) for ranks in RANKS}
+    if all_parts or options.scans:
+        found["run"]["first_scan_of_a_million_records"] = measure_scans(options.folder)
     print(json.dumps(found, indent=1))
     kept.write_text(json.dumps(found, indent=1) + "\n")
 

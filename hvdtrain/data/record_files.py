@@ -69,7 +69,7 @@ def find_files(
         files = on_every_rank(lambda: _found(patterns, cache_dir) if collectives.rank else found, collectives)
     else:
         files = on_every_rank(lambda: _as_found_here(found, cache_dir) if collectives.rank else found, collectives)
-    on_every_rank(lambda: _unpack(files) if collectives.local_rank == 0 else None, collectives)
+    on_every_rank(lambda: _unpack(files[collectives.local_rank :: collectives.local_size]), collectives)
     return files
 
 

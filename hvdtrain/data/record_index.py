@@ -85,6 +85,11 @@ def index_records(path: Path) -> RecordIndex:
     return RecordIndex(np.cumsum(frames) - frames, sizes, file_bytes, damage)
 
 
+def index_entry(path: Path, cache_folder: Path) -> Path:
+    """Where the index of a file is kept."""
+    return cache_folder / "index" / f"{cache_name(path)}.npz"
+
+
 def cached_index(path: Path, cache_folder: Path, readable: Path, unpacking_error: str | None) -> RecordIndex:
     """The index of a file, from the cache if the file has not changed since.
 
@@ -95,7 +100,7 @@ def cached_index(path: Path, cache_folder: Path, readable: Path, unpacking_error
     """
     status = os.stat(path)
     identity = np.array([status.st_size, status.st_mtime_ns, os.stat(readable).st_size])
-    entry = cache_folder / "index" / f"{cache_name(path)}.npz"
+    entry = index_entry(path, cache_folder)
     # If the entry is missing, outdated or truncated, the file is scanned again.
     with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(entry) as cached:
         if np.array_equal(cached["identity"], identity):

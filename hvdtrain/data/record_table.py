@@ -14,7 +14,7 @@ import numpy as np
 
 from hvdtrain.data.cache import cache_file
 from hvdtrain.data.record_files import RecordFile
-from hvdtrain.data.record_index import FRAME_BYTES, cached_index
+from hvdtrain.data.record_index import FRAME_BYTES, RecordIndex, cached_index, index_entry
 from hvdtrain.data.sample_plan import MAX_IN_MEMORY
 from hvdtrain.data.unpacking import unpacking_error
 from hvdtrain.errors import DataError
@@ -80,12 +80,15 @@ class RecordTable:
 
 
 def open_table(files: Sequence[RecordFile], collectives: "Collectives") -> RecordTable:
-    """Scans the files on rank 0, unless that was done before, and shares the result. Collective.
+    """Scans the files on rank 0's host, unless that was done before, and shares the result. Collective.
 
     Raises:
         JobError: on every rank, if there is no record, or the cache folder cannot hold a large table.
     """
-    table = on_first_rank(lambda: _scan(files), collectives)
+    table: RecordTable | FileTable | None = on_first_rank(lambda: _stored(files), collectives)
+    if table is None:
+        on_every_rank(lambda: _index_own(files, collectives), collectives)
+        table = on_first_rank(lambda: _scan(files), collectives)
     if isinstance(table, RecordTable):
         return table
     # Hosts may have cache folders of their own.
@@ -94,13 +97,30 @@ def open_table(files: Sequence[RecordFile], collectives: "Collectives") -> Recor
     return RecordTable(table, on_every_rank(lambda: np.memmap(path, _OFFSET, "r"), collectives))
 
 
+def _index_own(files: Sequence[RecordFile], collectives: "Collectives") -> None:
+    """Scans a part of the files that nobody has scanned, for rank 0, whose cache folder this host's ranks share."""
+    if collectives.cross_rank == 0 and collectives.local_size > 1:
+        for file in files[collectives.local_rank :: collectives.local_size]:
+            if not index_entry(file.path, file.cache_folder).exists():
+                _index(file)
+
+
+def _index(file: RecordFile) -> RecordIndex:
+    return cached_index(
+        file.path, file.cache_folder, file.readable, unpacking_error(file.readable) if file.is_packed else None
+    )
+
+
+def _stored(files: Sequence[RecordFile]) -> FileTable | None:
+    """What an earlier job has stored of very many records."""
+    name = _name(files)
+    return _read(_cached(files, name), name)
+
+
 def _scan(files: Sequence[RecordFile]) -> RecordTable | FileTable:
     """The records, or if they are very many only the files: the offsets are then in the cache folder."""
     name = _name(files)
     path = _cached(files, name)
-    known = _read(path, name)
-    if known is not None:
-        return known
     counts, ends, sizes = (np.zeros(len(files), np.int64) for _ in range(3))
     damage: dict[int, tuple[int, str]] = {}
     kept: list[np.ndarray] = []
@@ -108,8 +128,7 @@ def _scan(files: Sequence[RecordFile]) -> RecordTable | FileTable:
     num_records = 0
     with contextlib.ExitStack() as stack:
         for i, file in enumerate(files):
-            error = unpacking_error(file.readable) if file.is_packed else None
-            index = cached_index(file.path, file.cache_folder, file.readable, error)
+            index = _index(file)
             counts[i], sizes[i] = len(index.offsets), index.file_bytes
             ends[i] = index.offsets[-1] + index.lengths[-1] + FRAME_BYTES if counts[i] else 0
             if index.damage is not None:

@@ -31,9 +31,9 @@ _MAX_FILES_SHOWN = 3
 class TFRecords:
     """Samples in TFRecord files, plain or GZIP, which every rank can read.
 
-    Every rank may read any record, so shuffling is as random as with arrays. To allow this, rank 0 scans
-    the files once for record offsets and keeps them in the cache folder; GZIP files are unpacked there,
-    once per host. Collective: all ranks must create this object, after ``hvdtrain.init()``.
+    Every rank may read any record, so shuffling is as random as with arrays. To allow this, the ranks of the first host
+    scan the files once for record offsets and keep them in the cache folder; GZIP files are unpacked there, once per
+    host. Collective: all ranks must create this object, after ``hvdtrain.init()``.
 
     Args:
         files: a path, a glob pattern, or a list of these; read in sorted order. Those that are URLs of an object store

@@ -1,5 +1,8 @@
 """The records of data sets that are too many for the memory of each rank, and jobs too large to check all files."""
 
+import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +11,12 @@ import pytest
 import tensorflow as tf
 from made_up_jobs import on_threads
 
-from hvdtrain.data import record_files, record_table
+from hvdtrain.data import record_files, record_index, record_table
 from hvdtrain.data.record_files import find_files, to_check
 from hvdtrain.data.record_table import RecordTable, open_table
 from hvdtrain.errors import JobError
 
-LOCAL_RANKS = (0, 1, 0)
+LOCAL_RANKS, LOCAL_SIZES, CROSS_RANKS = (0, 1, 0), (2, 2, 1), (0, 0, 1)
 """Of three ranks on two hosts."""
 
 
@@ -35,7 +38,9 @@ def opened(folder: Path, caches: Path, hosts: str = "aab") -> list[Any]:
     """The table of each of three ranks, whose hosts have cache folders of their own, or the error."""
 
     def run(collectives: Any) -> RecordTable:
-        collectives.local_rank = LOCAL_RANKS[collectives.rank]
+        rank = collectives.rank
+        collectives.local_rank, collectives.local_size = LOCAL_RANKS[rank], LOCAL_SIZES[rank]
+        collectives.cross_rank = CROSS_RANKS[rank]
         return open_table(find_files([folder / "*"], caches / hosts[collectives.rank], collectives), collectives)
 
     return on_threads(3, run)
@@ -88,6 +93,39 @@ def test_files_are_scanned_again_only_if_one_has_changed(folder, tmp_path, monke
     tables = opened(folder, tmp_path)
     assert len(scanned) == 8
     assert [table.files.counts.tolist() for table in tables] == [[1, 7, 0, 6]] * 3
+
+
+def test_the_ranks_of_a_host_divide_the_work(folder, tmp_path, monkeypatch):
+    for name in "ef":
+        with tf.io.TFRecordWriter(str(folder / name), "GZIP") as writer:
+            writer.write(b"x")
+    done: dict[str, list[tuple[int, str]]] = {"scanned": [], "unpacked": []}
+    scan, unpack = record_index.index_records, record_files.unpack
+
+    def noting(kind: str, action: Callable, *paths: Path) -> Any:
+        done[kind].append((threading.get_ident(), str(paths[-1])))
+        return action(*paths)
+
+    monkeypatch.setattr(record_index, "index_records", lambda path: noting("scanned", scan, path))
+    monkeypatch.setattr(record_files, "unpack", lambda *paths: noting("unpacked", unpack, *paths))
+    tables = opened(folder, tmp_path)
+    assert [places(table) for table in tables] == [places(tables[0])] * 3
+    # Two ranks on the first host, which scans for all; the second unpacks for itself.
+    assert sorted(Counter(thread for thread, _ in done["scanned"]).values()) == [3, 3]
+    assert len({file for _, file in done["scanned"]}) == 6
+    assert sorted(Counter(thread for thread, _ in done["unpacked"]).values()) == [1, 2, 3]
+    assert len({file for _, file in done["unpacked"]}) == 6
+    # As rank 0 alone would have found them.
+    for each in done.values():
+        each.clear()
+    (alone,) = on_threads(1, lambda collectives: opened_alone(folder, tmp_path / "alone", collectives))
+    assert places(alone) == places(tables[0])
+    assert len(done["scanned"]) == 6
+
+
+def opened_alone(folder: Path, cache: Path, collectives: Any) -> RecordTable:
+    collectives.local_rank, collectives.local_size, collectives.cross_rank = 0, 1, 0
+    return open_table(find_files([folder / "*"], cache, collectives), collectives)
 
 
 @pytest.mark.parametrize("host", ["a", "b"])
