@@ -231,7 +231,8 @@ def main() -> None:
         found = speed(arguments)
     path = HERE / "results" / "compression.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**kept, **found}, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**kept, **found}.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

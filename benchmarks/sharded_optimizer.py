@@ -85,7 +85,9 @@ def measure(kinds: list[str], ranks: int, arguments: argparse.Namespace) -> list
     command = [sys.executable, __file__, "--run", *kinds, "--megabytes", str(arguments.megabytes)]
     command += ["--batch-size", str(arguments.batch_size), "--pairs", str(arguments.pairs if len(kinds) > 1 else 0)]
     done = subprocess.run([*MPIRUN, str(ranks), *command], capture_output=True, text=True, check=False)
-    found = [json.loads(line.split("MEASURED ")[1]) for line in done.stdout.splitlines() if "MEASURED " in line]
+    # Ranks write at the same time, sometimes in the same line.
+    decoder = json.JSONDecoder()
+    found = [decoder.raw_decode(part)[0] for part in done.stdout.split("MEASURED ")[1:]]
     if done.returncode or len(found) != ranks:
         sys.exit(f"{kinds} on {ranks} ranks failed:\n{done.stdout}\n{done.stderr}")
     return sorted(found, key=lambda each: each["rank"])

@@ -58,4 +58,6 @@ def _overwrite_in_pieces(variable: tf.Variable, send: Send, name: str, *, is_roo
         variable.assign(received if is_bool else tf.bitcast(received, variable.dtype), read_value=False)
         return None
 
-    compiled(overwrite)()
+    # Called directly, it could be taken for the function of an earlier variable, which had the same address, and
+    # TensorFlow would warn of frequent tracing.
+    compiled(overwrite).get_concrete_function()()
