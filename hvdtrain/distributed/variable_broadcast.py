@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.bounded_messages import groups_of_bounded_size, in_pieces, is_large, send_pieces
-from hvdtrain.distributed.compiled import compiled
+from hvdtrain.distributed.compiled import run_compiled
 
 Send = Callable[[tf.Tensor, str], tf.Tensor]
 """A broadcast: receives this rank's tensor and a name, and returns the root's tensor."""
@@ -58,6 +58,4 @@ def _overwrite_in_pieces(variable: tf.Variable, send: Send, name: str, *, is_roo
         variable.assign(received if is_bool else tf.bitcast(received, variable.dtype), read_value=False)
         return None
 
-    # Called directly, it could be taken for the function of an earlier variable, which had the same address, and
-    # TensorFlow would warn of frequent tracing.
-    compiled(overwrite).get_concrete_function()()
+    run_compiled(overwrite)
