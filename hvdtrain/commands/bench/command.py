@@ -53,7 +53,8 @@ def _measure(config: BenchConfig, session: Session) -> None:
     steps = steps_per_block(config, cases, collectives)
     measured = measurements.interleaved(cases, steps, config.measurement.blocks, session)
     found = _facts(config, cases, measured, steps, session)
-    if (copies := gpu_copies.measure(cases[0].runner)) is not None:
+    copies = on_every_rank(lambda: gpu_copies.measure(cases[0].runner), collectives)
+    if copies is not None:
         found["copies"] = copies
     if collectives.size > 1:
         found["network"] = reductions.measure(collectives)
