@@ -69,18 +69,6 @@ def in_columns(matrix: tf.Tensor, num_rows: int, gather: Callable[[tf.Tensor, st
     return tf.concat(blocks, axis=1)
 
 
-def send_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
-    """Sends what :func:`in_pieces` sends, one piece after the other, for a rank that does not need what it returns.
-
-    Returns:
-        A small tensor, to be returned by the compiled function: TensorFlow removes operations without one that is.
-    """
-    if not is_large(tensor):
-        return arrival(send(tensor, ""))
-    width = row_width(tensor.shape, tensor.dtype.size)
-    return tf.concat([arrival(each) for each in _sent_pieces(tensor, width, send)], axis=0)
-
-
 def _sent_pieces(
     tensor: tf.Tensor, width: int | None, send: Callable[[tf.Tensor, str], tf.Tensor]
 ) -> Iterator[tf.Tensor]:
@@ -110,25 +98,27 @@ def row_width(shape: Sequence[int], element_bytes: int) -> int | None:
 
 def piece_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]:
     """The first and last element (exclusive) of each piece of a vector; none if it is empty."""
-    return _bounds(num_elements, element_bytes, PIECE_BYTES)
+    return bounds(num_elements, element_bytes, PIECE_BYTES)
 
 
 def message_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]:
     """The same of each message that an object is sent in."""
-    return _bounds(num_elements, element_bytes, MAX_MESSAGE_BYTES)
+    return bounds(num_elements, element_bytes, MAX_MESSAGE_BYTES)
 
 
-def _bounds(num_elements: int, element_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
+def bounds(num_elements: int, element_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
+    """The same of parts of at most ``max_bytes``."""
     step = max(1, max_bytes // element_bytes)
     return [(start, min(start + step, num_elements)) for start in range(0, num_elements, step)]
 
 
-def groups_of_bounded_size(tensors: Sequence[tf.Tensor | tf.Variable]) -> list[list[int]]:
-    """The positions of tensors, in order, in groups of at most ``PIECE_BYTES`` or of one tensor."""
+def groups_of_bounded_size(tensors: Sequence[tf.Tensor | tf.Variable], max_bytes: int | None = None) -> list[list[int]]:
+    """The positions of tensors, in order, in groups of at most ``max_bytes`` (``PIECE_BYTES``) or of one tensor."""
+    max_bytes = max_bytes or PIECE_BYTES
     groups: list[list[int]] = []
     filled = 0
     for i, size in enumerate(map(num_bytes, tensors)):
-        if not groups or filled + size > PIECE_BYTES:
+        if not groups or filled + size > max_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(i)

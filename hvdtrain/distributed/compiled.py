@@ -9,12 +9,3 @@ import tensorflow as tf
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled, its operations run in parallel; without AutoGraph, which took most of the time of a small broadcast."""
     return tf.function(tf.autograph.experimental.do_not_convert(function))
-
-
-def run_compiled(function: Callable[[], Any]) -> Any:
-    """Compiles a function and runs it once.
-
-    Called like others, it could be taken for an earlier function at the same address in memory, and TensorFlow would
-    warn of frequent tracing.
-    """
-    return tf.function(tf.autograph.experimental.do_not_convert(function)).get_concrete_function()()

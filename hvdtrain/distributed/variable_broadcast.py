@@ -5,25 +5,27 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.bounded_messages import groups_of_bounded_size, in_pieces, is_large, send_pieces
-from hvdtrain.distributed.compiled import run_compiled
+from hvdtrain.distributed.bounded_messages import bounds, groups_of_bounded_size, num_bytes
 
 Send = Callable[[tf.Tensor, str], tf.Tensor]
 """A broadcast: receives this rank's tensor and a name, and returns the root's tensor."""
+
+PIECE_BYTES = 16 << 20
+"""Of a message: of several variables, or of a part of a larger one."""
 
 
 def overwrite_with_received(variables: Sequence[tf.Variable], send: Send, *, is_root: bool) -> None:
     """Overwrites variables with what ``send`` returns for their values. All ranks must call it.
 
-    In addition to the variables, a few messages of at most ``PIECE_BYTES`` are in memory, and, unless this is the root,
-    the largest variable.
+    In addition to the variables, a message is in memory, and, unless this is the root, the largest
+    variable.
 
     Args:
         is_root: whether this rank is the one whose variables the others receive.
     """
-    for group in groups_of_bounded_size(variables):
+    for group in groups_of_bounded_size(variables, PIECE_BYTES):
         name = f"hvdtrain_broadcast_{group[0]}"
-        if is_large(variables[group[0]]):
+        if num_bytes(variables[group[0]]) > PIECE_BYTES:
             _overwrite_in_pieces(variables[group[0]], send, name, is_root=is_root)
         else:
             _overwrite_together([variables[i] for i in group], send, name, is_root=is_root)
@@ -46,16 +48,41 @@ def _overwrite_together(variables: Sequence[tf.Variable], send: Send, name: str,
 
 
 def _overwrite_in_pieces(variable: tf.Variable, send: Send, name: str, *, is_root: bool) -> None:
-    def send_piece(piece: tf.Tensor, suffix: str) -> tf.Tensor:
-        return send(piece, f"{name}{suffix}")
+    """Not compiled, so that each piece is freed before the next one arrives.
 
-    def overwrite() -> tf.Tensor | None:
-        is_bool = variable.dtype == tf.bool
-        own = variable.value() if is_bool else tf.bitcast(variable.value(), tf.uint8)
-        if is_root:
-            return send_pieces(own, send_piece)
-        received = in_pieces(own, send_piece)
-        variable.assign(received if is_bool else tf.bitcast(received, variable.dtype), read_value=False)
-        return None
+    They are put together outside of TensorFlow: with oneDNN, it does not return memory to the system, and what it keeps
+    after copies of unlike sizes is too scattered to be used again.
+    """
+    bytes_per_element = variable.dtype.size
+    value = _aligned_bytes(0 if is_root else num_bytes(variable))
+    for start, end in bounds(variable.shape.num_elements(), bytes_per_element, PIECE_BYTES):
+        place = slice(start * bytes_per_element, end * bytes_per_element)
+        own = _bytes_of(variable, start, end) if is_root else np.zeros(place.stop - place.start, np.uint8)
+        with tf.device("CPU"):  # where Horovod sends from
+            received = send(tf.convert_to_tensor(own), f"{name}_piece_{start}")
+        if not is_root:
+            value[place] = received
+    if not is_root:
+        variable.assign(_from_bytes(value, variable.dtype, variable.shape))
 
-    run_compiled(overwrite)
+
+def _bytes_of(variable: tf.Variable, start: int, end: int) -> tf.Tensor:
+    piece = tf.reshape(variable.value(), [-1])[start:end]
+    return tf.cast(piece, tf.uint8) if piece.dtype == tf.bool else tf.reshape(tf.bitcast(piece, tf.uint8), [-1])
+
+
+def _from_bytes(value: np.ndarray, dtype: tf.DType, shape: tf.TensorShape) -> tf.Tensor:
+    """In TensorFlow's memory, in one copy; ``tf.convert_to_tensor`` would make two."""
+    tensor = tf.experimental.dlpack.from_dlpack(value.__dlpack__())
+    if dtype == tf.bool:
+        return tf.reshape(tf.cast(tensor, tf.bool), shape)
+    tensor = tf.bitcast(tf.reshape(tensor, [-1, dtype.size]), dtype)
+    return tf.reshape(tf.raw_ops.DeepCopy(x=tensor), shape)
+
+
+def _aligned_bytes(size: int) -> np.ndarray:
+    """At an address that TensorFlow's kernels can compute with."""
+    alignment = 64
+    space = np.empty(size + alignment, np.uint8)
+    start = -space.ctypes.data % alignment
+    return space[start : start + size]

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from trainings import COLLECTIVES, RANK, SIZE
 
-from hvdtrain.distributed import bounded_messages
+from hvdtrain.distributed import bounded_messages, variable_broadcast
 from hvdtrain.distributed.config import ReductionConfig
 
 
@@ -14,6 +14,7 @@ def test_messages_of_bounded_size(max_message_bytes, monkeypatch):
     """What is larger than a message is sent in several."""
     for border in ("MAX_MESSAGE_BYTES", "PIECE_BYTES"):
         monkeypatch.setattr(bounded_messages, border, max_message_bytes)
+    monkeypatch.setattr(variable_broadcast, "PIECE_BYTES", max_message_bytes)
     shapes = [(), (3,), (100,), (5, 40), (2, 1, 33), (40, 3), (64, 8), (256,)]
     own = [np.random.default_rng([RANK, i]).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
     everyone = COLLECTIVES.allgather((RANK, own))

@@ -69,22 +69,6 @@ def test_rows_of_a_large_tensor(shape, width):
     assert bounded_messages.row_width(shape, 4) == width
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_rank_that_needs_no_results_sends_the_same_pieces(shape, piece_bytes):
-    tensor = tf.constant(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
-    both = []
-    for function in (bounded_messages.in_pieces, bounded_messages.send_pieces):
-        sent = []
-
-        def send(piece, suffix, sent=sent):
-            sent.append((suffix, piece.shape.as_list()))
-            return tf.identity(piece)
-
-        tf.function(lambda tensor, function=function, send=send: function(tensor, send), autograph=False)(tensor)
-        both.append(sent)
-    assert both[0] == both[1]
-
-
 @pytest.mark.parametrize(
     ("num_rows", "widths"), [(0, [7]), (10, [7]), (12, [6, 1]), (40, [2, 2, 2, 1]), (999, [1] * 7)]
 )
