@@ -69,6 +69,17 @@ def test_expected_time_of_the_slowest_rank():
     assert scaling_model.slowest_s(np.full(10, 0.2), 4096) == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize("ranks", [1, 16, 64, 256, 1024, 4096])
+def test_the_slowest_rank_if_few_steps_take_much_longer(ranks):
+    rng = np.random.default_rng(0)
+
+    def seconds(*shape):
+        return rng.normal(0.2, 0.006, shape) * np.where(rng.random(shape) < 0.01, 1.5, 1)
+
+    expected = np.mean(seconds(400, ranks).max(axis=1))
+    assert scaling_model.slowest_s(seconds(4000), ranks) == pytest.approx(expected, rel=0.04)
+
+
 def test_local_training_communicates_once_per_round():
     reduce_s = 2e-3 + 0.32
     predicted = scaling_model.local_step(STEADY, cluster(2), 8)

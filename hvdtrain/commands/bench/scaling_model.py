@@ -15,7 +15,9 @@ FUSION_BYTES = 128 << 20
 """Horovod fuses buckets that are ready at the same time into allreduces of at most this size."""
 SMALL_BYTES = 64 << 10
 """As in launch/open_mpi_allreduce.rules."""
-_TAIL = 0.1
+# At most a tenth of the times, and at most so many, are the tail. A larger one would mix rare, much longer steps with
+# common ones.
+_TAIL, _TAIL_STEPS = 0.1, 20
 _DRAWS = 4000
 
 
@@ -108,7 +110,7 @@ def allreduce_s(size: int, cluster: Cluster, *, hierarchical: bool = False) -> f
 def slowest_s(seconds: np.ndarray, ranks: int) -> float:
     """Expected time of the slowest rank: the empirical distribution, with an exponential tail."""
     ordered = np.sort(seconds)
-    above = max(1, int(len(ordered) * _TAIL))
+    above = max(1, min(int(len(ordered) * _TAIL), _TAIL_STEPS))
     body, tail = ordered[:-above], ordered[-above:]
     start = body[-1] if len(body) else tail[0]
     mean_excess = float(np.mean(tail - start))
