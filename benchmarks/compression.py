@@ -225,12 +225,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.what == "speed" and "digits" in arguments.tasks:
         parser.error("speed is measured with cifar10 and text, whose gradients are large. Received: digits")
-    if arguments.what == "accuracy":
-        found: dict[str, Any] = {"accuracy": accuracy(arguments.tasks, arguments.seeds, arguments.steps)}
-    else:
-        found = speed(arguments)
     path = HERE / "results" / "compression.json"
     kept = json.loads(path.read_text()) if path.exists() else {}
+    if arguments.what == "accuracy":
+        measured = accuracy(arguments.tasks, arguments.seeds, arguments.steps)
+        found: dict[str, Any] = {"accuracy": {**kept.get("accuracy", {}), **measured}}
+    else:
+        found = speed(arguments)
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**kept, **found}.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
