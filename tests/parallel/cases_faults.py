@@ -278,7 +278,7 @@ def test_the_quota_of_bad_samples_ends_the_job_at_the_guard_interval(steps_per_e
         log_every=1000,
         guard_every=2,
     )
-    with pytest.raises(JobError, match=r"at most 1 samples may be unreadable\. Received: 2") as caught:
+    with pytest.raises(JobError, match=r"the number of unreadable samples must be at most 1\. Received: 2") as caught:
         trainer.fit()
     assert caught.value.exit_code == 65
     assert trainer.step == guard_step

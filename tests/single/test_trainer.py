@@ -281,7 +281,7 @@ def test_a_bad_sample_found_by_two_ranks_counts_once(capfd):
     assert "skipped file, record 0: torn" in capfd.readouterr().err
     quota = BadSampleQuota(2, TwoRanks({"file, record 1", "file, record 2"}))
     quota.note_found(bad[:1])
-    with pytest.raises(JobError, match=r"at most 2 samples may be unreadable\. Received: 3") as caught:
+    with pytest.raises(JobError, match=r"the number of unreadable samples must be at most 2\. Received: 3") as caught:
         quota.total()
     assert caught.value.exit_code == 65
 
