@@ -67,8 +67,8 @@ class BadSampleQuota:
         if len(self._places) > self._allowed:
             last = f" The last one: {latest[-1].where}: {latest[-1].cause}." if latest else ""
             raise DataError(
-                f"the number of unreadable samples must be at most {self._allowed}. Received: {len(self._places)}.{last} "
-                "Repair the files, or allow more with --bad-samples."
+                f"the number of unreadable samples must be at most {self._allowed}. Received: {len(self._places)}."
+                f"{last} Repair the files, or allow more with --bad-samples."
             )
 
 
