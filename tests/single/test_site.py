@@ -133,7 +133,7 @@ def begins(pieces: list[str | None], heading: str) -> bool:
         return False
     piece, *rest = pieces
     if piece is None:
-        return any(begins(rest, heading[length:]) for length in range(1, len(heading)))
+        return any(begins(rest, heading[length:]) for length in range(1, len(heading) + 1))
     return piece.startswith(heading) or (heading.startswith(piece) and begins(rest, heading[len(piece) :]))
 
 
