@@ -172,7 +172,7 @@ def test_large_arrays_are_not_copied(mapped, tmp_path):
 
 
 def test_unreadable_samples_are_skipped_up_to_the_quota():
-    with pytest.raises(DataError, match=r"at most 1 .* Received: 2.*sample \d+: OSError: cannot read"):
+    with pytest.raises(DataError, match=r"at most 1\. Received: 2.*sample \d+: OSError: cannot read"):
         trained(RandomAccess(Samples(broken=(3, 30))), bad_samples=1)
     assert trained(RandomAccess(Samples(broken=(3,))), bad_samples=1) != trained(RandomAccess(Samples()))
 
