@@ -17,7 +17,7 @@ PIECE_BYTES = 16 << 20
 def overwrite_with_received(variables: Sequence[tf.Variable], send: Send, *, is_root: bool) -> None:
     """Overwrites variables with what ``send`` returns for their values. All ranks must call it.
 
-    In addition to the variables, a message is in memory, and, unless this is the root, the largest
+    In addition to the variables, a message is in memory, and, unless this is the root, two copies of the largest
     variable.
 
     Args:
@@ -63,7 +63,9 @@ def _overwrite_in_pieces(variable: tf.Variable, send: Send, name: str, *, is_roo
         if not is_root:
             value[place] = received
     if not is_root:
-        variable.assign(_from_bytes(value, variable.dtype, variable.shape))
+        with tf.device("CPU"):
+            received = _from_bytes(value, variable.dtype, variable.shape)
+        variable.assign(received)
 
 
 def _bytes_of(variable: tf.Variable, start: int, end: int) -> tf.Tensor:
