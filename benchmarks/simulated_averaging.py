@@ -32,13 +32,9 @@ BUCKETS = [(17_000_000, float(ready)) for ready in np.linspace(0.4, 1.0, 6)]
 SIZE = sum(size for size, _ in BUCKETS)
 RANKS = (16, 64, 256, 1024, 4096)
 PREDICTIONS = {
-    "sync": lambda step, cluster, hierarchical: scaling_model.sync_step(step, cluster, hierarchical=hierarchical),
-    "local": lambda step, cluster, hierarchical: scaling_model.local_step(
-        step, cluster, EVERY, hierarchical=hierarchical
-    ),
-    "local across hosts": lambda step, cluster, hierarchical: scaling_model.local_across_hosts_step(
-        step, cluster, EVERY, hierarchical=hierarchical
-    ),
+    "sync": scaling_model.sync_step,
+    "local": functools.partial(scaling_model.local_step, every=EVERY),
+    "local across hosts": functools.partial(scaling_model.local_across_hosts_step, every=EVERY),
 }
 
 
@@ -108,7 +104,7 @@ def main() -> None:
         for mode, predict in PREDICTIONS.items():
             for hierarchical in (False, True):
                 step_ms = 1000 * simulated_s(mode, ranks, arguments.rounds, hierarchical=hierarchical)
-                predicted_ms = 1000 * predict(measured, cluster, hierarchical).step_s
+                predicted_ms = 1000 * predict(measured, cluster, hierarchical=hierarchical).step_s
                 allreduce = "hierarchical" if hierarchical else "flat"
                 row = {"ranks": ranks, "mode": mode, "allreduce": allreduce}
                 rows.append({**row, "simulated_ms": step_ms, "predicted_ms": predicted_ms})

@@ -83,7 +83,7 @@ def _from_bytes(value: np.ndarray, dtype: tf.DType, shape: tf.TensorShape) -> tf
 
 
 def _aligned_bytes(size: int) -> np.ndarray:
-    """At an address that TensorFlow's kernels can compute with."""
+    """At an address that TensorFlow accepts as that of a tensor; with others it ends the process."""
     alignment = 64
     space = np.empty(size + alignment, np.uint8)
     start = -space.ctypes.data % alignment
