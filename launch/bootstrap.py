@@ -57,13 +57,14 @@ def sections(*headings: str) -> str:
 
 
 def settings() -> dict[str, str]:
-    """The current settings; those that are not set keep their last value."""
+    """The current settings; those that are not set keep their last value, and ``none`` takes one back."""
     try:
         previous = json.loads(SETTINGS_FILE.read_text())
     except (OSError, ValueError):
         # Chosen once: the nodes of a cluster need not all have a GPU.
         previous = gpu_settings()
-    return {name: os.environ.get(name) or previous.get(name, "") for name in SETTINGS}
+    chosen = {name: os.environ.get(name) or previous.get(name, "") for name in SETTINGS}
+    return {name: "" if value == "none" else value for name, value in chosen.items()}
 
 
 def gpu_settings() -> dict[str, str]:
@@ -139,7 +140,10 @@ def ensure_environment(*, with_tools: bool) -> Path:
         chosen = settings()
         # A retry after a failure needs them.
         SETTINGS_FILE.write_text(json.dumps(chosen))
-        os.environ.update({name: value for name, value in chosen.items() if value})
+        for name, value in chosen.items():
+            os.environ.pop(name, None)
+            if value:
+                os.environ[name] = value
         with LOG.open("w") as log:
             if not claim(venv):
                 make_environment(venv, log)

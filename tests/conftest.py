@@ -2,6 +2,9 @@
 
 import os
 
+# Tests compute on CPUs, also where there are GPUs; those that need a GPU show it to the jobs they start.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
+
 
 def pytest_xdist_auto_num_workers(config):
     """The quick tier as a whole runs in two processes. Launched jobs use all cores, and single files start sooner."""

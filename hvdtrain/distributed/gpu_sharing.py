@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
+from hvdtrain.distributed.horovod import build_facts
 from hvdtrain.errors import UsageError
 from hvdtrain.system import environment, network
 
@@ -38,16 +39,26 @@ def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -
         return
     own = _own_gpus(device)
     (num_with_gpu,) = collectives.sum([np.array([own.num_gpus > 0], np.float32)])
-    if num_with_gpu and (reason := refusal(collectives.allgather(own), config)) is not None:
+    if not num_with_gpu:
+        return
+    has_nccl = build_facts()["NCCL"]
+    if (reason := refusal(collectives.allgather(own), config, has_nccl=has_nccl)) is not None:
         raise UsageError(reason)
 
 
-def refusal(ranks: Sequence[RankGpus], config: GpuConfig) -> str | None:
-    """Why a job's ranks may not start; None if they may."""
-    if not config.allow_cpu_ranks and (found := _of_hosts(ranks, _without_gpu)):
-        return f"each rank must have a GPU if others do. Received: {found[0]} Or set --allow-cpu-ranks."
-    if not config.share_gpus and (found := _of_hosts(ranks, _sharing)):
-        return f"each rank must have a GPU of its own. Received: {found[0]} Or set --share-gpus."
+def refusal(ranks: Sequence[RankGpus], config: GpuConfig, *, has_nccl: bool) -> str | None:
+    """Why a job's ranks may not start; None if they may.
+
+    Args:
+        has_nccl: whether Horovod reduces with NCCL, for which each rank needs a GPU of its own, whatever is allowed.
+    """
+    for rule, find, flag, is_set in (
+        ("a GPU if others do", _without_gpu, "--allow-cpu-ranks", config.allow_cpu_ranks),
+        ("a GPU of its own", _sharing, "--share-gpus", config.share_gpus),
+    ):
+        if (not is_set or has_nccl) and (found := _of_hosts(ranks, find)):
+            condition = ", with a Horovod without NCCL: HOROVOD_GPU_OPERATIONS=none launch/run …" if has_nccl else "."
+            return f"each rank must have {rule}. Received: {found[0]} Or set {flag}{condition}"
     return None
 
 

@@ -12,6 +12,7 @@ import program_tasks
 import pytest
 import table
 import tensorflow as tf
+from models import SHARED_GPUS
 from program_tasks import InOrder
 from programs import ADAPTIVE_WITH_EMBEDDINGS, NUM_SAMPLES, PROGRAMS, REFUSED, REFUSED_AS_TASK
 from trainers import make_trainer
@@ -22,7 +23,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import HvdtrainError, UsageError
 
-TOPOLOGY = hvdtrain.init()
+TOPOLOGY = hvdtrain.init(gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 GLOBAL_BATCH = 16

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from models import NUM_CLASSES, loss, relative_difference, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, loss, relative_difference, samples, values
 from one_process import train_alone
 from trainers import make_trainer
 
@@ -17,7 +17,7 @@ from hvdtrain.data import Arrays, Stream
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import StoppedEarly
 
-TOPOLOGY = hvdtrain.init(seed=0)
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 GLOBAL_BATCH = 16 * SIZE

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from models import NUM_CLASSES, loss, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, loss, samples, values
 from trainers import make_trainer
 
 import hvdtrain
@@ -15,7 +15,7 @@ from hvdtrain.data import Arrays
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
 
-TOPOLOGY = hvdtrain.init(seed=0)
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 X, Y = samples(97, seed=1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, relative_difference, samples, values
 
 import hvdtrain
 from hvdtrain.callbacks import (
@@ -22,7 +22,7 @@ from hvdtrain.callbacks import (
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
 
-TOPOLOGY = hvdtrain.init(seed=0)
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 BATCH = 4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from models import NUM_CLASSES, dense_model, loss, samples
+from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, samples
 from trainers import make_trainer
 
 import hvdtrain
@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.training.metrics import reduced_results
 
 # Not deterministic: step times are then read from tf.timestamp.
-TOPOLOGY = hvdtrain.init(seed=0)
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 X, Y = samples(97, seed=1)

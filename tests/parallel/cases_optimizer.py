@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, relative_difference, samples, values
 from one_process import train_alone
 from trainers import make_trainer
 
@@ -15,7 +15,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.system import devices
 
-TOPOLOGY = hvdtrain.init()
+TOPOLOGY = hvdtrain.init(gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 BATCH = 8

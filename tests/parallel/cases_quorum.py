@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from contributions import samples_of_updates
 from keras import layers
-from models import NUM_CLASSES, loss, relative_difference, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, loss, relative_difference, samples, values
 from tensorflow.python.framework import config
 from trainers import make_trainer
 from trainings import dtype_policy
@@ -23,7 +23,7 @@ from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
 from hvdtrain.training.config import QuorumConfig
 from hvdtrain.training.quorum.ledger import QuorumLedger
 
-TOPOLOGY = hvdtrain.init(seed=0)
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 BATCH, SEED = 8, 5

@@ -6,13 +6,13 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, relative_difference, samples, values
 
 import hvdtrain
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import UsageError
 
-TOPOLOGY = hvdtrain.init(process_sets=True)
+TOPOLOGY = hvdtrain.init(process_sets=True, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 BATCH, STEPS = 12, 10  # of all ranks together

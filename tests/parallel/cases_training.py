@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from models import NUM_CLASSES, dense_model, loss, relative_difference, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, relative_difference, samples, values
 from one_process import train_alone
 from trainers import make_trainer
 
@@ -20,7 +20,7 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.tasks import digits
 from hvdtrain.training.metrics import reduced_results
 
-TOPOLOGY = hvdtrain.init(seed=0, deterministic=True)
+TOPOLOGY = hvdtrain.init(seed=0, deterministic=True, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 GLOBAL_BATCH = 64

@@ -4,7 +4,11 @@ import keras
 import numpy as np
 from keras import layers
 
+import hvdtrain
+
 NUM_CLASSES = 4
+# Cases run on any machine, also on one with fewer GPUs than ranks.
+SHARED_GPUS = hvdtrain.GpuConfig(share_gpus=True)
 
 
 def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

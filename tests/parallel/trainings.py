@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers
-from models import NUM_CLASSES, loss, samples, values
+from models import NUM_CLASSES, SHARED_GPUS, loss, samples, values
 from one_process import train_alone
 from trainers import make_trainer
 
@@ -17,7 +17,7 @@ from hvdtrain.data import Arrays
 from hvdtrain.distributed import runtime
 from hvdtrain.loggers.reporter import Reporter
 
-TOPOLOGY = hvdtrain.init(seed=0, deterministic=True)
+TOPOLOGY = hvdtrain.init(seed=0, deterministic=True, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 GLOBAL_BATCH = 32

@@ -30,7 +30,7 @@ def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[R
 def test_no_warning_if_every_rank_has_a_gpu_or_none_has(ranks):
     assert warnings_for(ranks) == []
     if any(rank.num_gpus for rank in ranks):
-        assert refusal(ranks, GpuConfig()) is None
+        assert refusal(ranks, GpuConfig(), has_nccl=True) is None
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,11 @@ def test_no_warning_if_every_rank_has_a_gpu_or_none_has(ranks):
     ],
 )
 def test_ranks_without_a_gpu_of_their_own_are_refused_unless_allowed(ranks, expected, allowed):
-    assert expected in refusal(ranks, GpuConfig())
-    assert refusal(ranks, GpuConfig(**{allowed: True})) is None
+    assert expected in refusal(ranks, GpuConfig(), has_nccl=False)
+    assert refusal(ranks, GpuConfig(**{allowed: True}), has_nccl=False) is None
+    message = refusal(ranks, GpuConfig(**{allowed: True}), has_nccl=True)
+    assert expected.partition(" Or set")[0] in message
+    assert f"--{allowed.replace('_', '-')}, with a Horovod without NCCL: HOROVOD_GPU_OPERATIONS=none" in message
 
 
 @pytest.mark.parametrize(

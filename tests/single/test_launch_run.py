@@ -267,6 +267,8 @@ def test_a_machine_with_a_gpu_gets_cuda_once(checkout):
     has_toolkit = subprocess.run(show, capture_output=True, check=False).returncode == 0
     settings = json.loads((checkout / ".venvs" / "settings.json").read_text())
     assert settings["HOROVOD_GPU_OPERATIONS"] == ("NCCL" if has_toolkit else "")
+    assert run(checkout, "true", HVDTRAIN_EXTRAS="none").returncode == 0
+    assert "--editable . " in f"{uv_commands(checkout)[-1]} "
     # From a folder of wheels, if it has them.
     wheels = checkout.parent / "wheels"
     wheels.mkdir()

@@ -356,7 +356,7 @@ def test_the_update_is_compiled_before_the_first_micro_batch():
             return tf.ensure_shape(tf.numpy_function(compute, [x], x.dtype), x.shape) if training else x
 
     model = keras.Sequential([keras.layers.Input((3,)), Observed(), keras.layers.Dense(1)])
-    model.compile(TracedOptimizer(0.1), "mse")
+    model.compile(TracedOptimizer(0.1), "mse", jit_compile=False)
     source = Arrays(np.ones((12, 3), np.float32), np.ones((12, 1), np.float32))
     make_trainer(model, source, batch_size=4, steps=3, quorum=1).fit()
     assert events == ["compiled", *["micro-batch"] * 3]
