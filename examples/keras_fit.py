@@ -37,7 +37,6 @@ model.compile(
     optimizer=optimizer,
     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     metrics=["accuracy"],
-    jit_compile=False,  # (hvd) Horovod's operations cannot be compiled by XLA
 )
 hvdtrain.broadcast(model)  # (hvd) all ranks start with rank 0's weights
 

@@ -102,11 +102,18 @@ def _compute_loss_over_ranks(self: Any, y_true: Any, y_pred: Any, sample_weight:
 
 
 def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
-    """For ``model.fit`` and ``model.train_on_batch``: Keras compiles a ``train_step`` that is run by the hooks."""
+    """For ``model.fit`` and ``model.train_on_batch``: Keras compiles a ``train_step`` that is run by the hooks.
+
+    Without XLA, which Keras chooses on a GPU: it cannot compile Horovod's operations.
+    """
+    jit_compile = self.jit_compile
+    reduces = any(hooks.collectives.reduces for hooks in model_hooks(self))
     restore = _replace(self, "train_step", functools.partial(run_train_step, self, self.train_step))
+    self._jit_compile = jit_compile and not reduces
     try:
         _make_train_function_here(self, force)
     finally:
+        self._jit_compile = jit_compile
         restore()
 
 

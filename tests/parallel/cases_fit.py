@@ -37,7 +37,7 @@ TEST_SHARD = TEST_X[CUTS[RANK] : CUTS[RANK + 1]], TEST_Y[CUTS[RANK] : CUTS[RANK 
 def compiled(optimizer=None, model=None, **options) -> keras.Model:
     model = model or dense_model()
     optimizer = hvdtrain.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
-    model.compile(optimizer=optimizer, jit_compile=False, **{"loss": loss(), "metrics": ["accuracy"], **options})
+    model.compile(optimizer=optimizer, **{"loss": loss(), "metrics": ["accuracy"], **options})
     return model
 
 
@@ -76,6 +76,13 @@ class Recorder(keras.callbacks.Callback):
 class BatchRecorder(Recorder):
     def on_train_batch_end(self, batch, logs=None):
         self.batches.append(dict(logs))
+
+
+def test_xla_is_left_out_of_steps_that_reduce():
+    """Keras chooses it by itself on a GPU, and it cannot compile Horovod's operations."""
+    model, _ = fit([], compiled(jit_compile=True), epochs=1)
+    assert_same_on_all_ranks(digests(model))
+    assert model.jit_compile  # for evaluation and prediction
 
 
 @pytest.mark.parametrize("average", [distributed, lambda callbacks: [MetricAverageCallback(), *callbacks]])

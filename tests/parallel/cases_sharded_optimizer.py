@@ -276,13 +276,13 @@ def test_model_fit_and_embeddings(folder):
     x = (np.abs(X) * 10).astype(np.int32)[: 16 * SIZE * 6] % 40
     y = Y[: len(x)]
     model, single = embedding_model(), embedding_model()
-    model.compile(sharded(adam()), loss(), jit_compile=False)
+    model.compile(sharded(adam()), loss())
     hvdtrain.broadcast(model)
     callbacks = hvdtrain.callbacks.distributed()
     model.fit(x[RANK::SIZE], y[RANK::SIZE], epochs=2, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks)
     # Keras alone would clip each occurrence of a row by itself.
     dense = {"sparse_as_dense": True, "collectives": SingleProcessCollectives()}
-    single.compile(hvdtrain.DistributedOptimizer(adam(), **dense), loss(), jit_compile=False)
+    single.compile(hvdtrain.DistributedOptimizer(adam(), **dense), loss())
     single.fit(x, y, epochs=2, batch_size=16 * SIZE, shuffle=False, verbose=0)
     assert relative_difference(values(model.weights), values(single.weights)) < TOLERANCE
     assert_equal_replicas(model)
@@ -419,7 +419,7 @@ def test_other_refusals():
 
 def test_the_callback_that_swaps_weights_and_their_ema():
     model = tanh_model()
-    model.compile(sharded(adam()), loss(), jit_compile=False)
+    model.compile(sharded(adam()), loss())
     hvdtrain.broadcast(model)
     callbacks = hvdtrain.callbacks.distributed([keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
     with pytest.raises(UsageError, match="SwapEMAWeights"):

@@ -122,6 +122,7 @@ def test_copies_to_and_from_a_gpu(monkeypatch):
     model.compile("sgd", "mse")
     data = hvdtrain.data.Arrays(np.zeros((16, 5), np.uint8), np.zeros((16, 3), np.float32))
     runner = make_trainer(model, data, batch_size=8, steps=1)._runner
+    monkeypatch.setattr(devices, "own_gpu", lambda: None)
     assert gpu_copies.measure(runner) is None
     monkeypatch.setattr(devices, "own_gpu", lambda: "/CPU:0")
     copies = gpu_copies.measure(runner)
