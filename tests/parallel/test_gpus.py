@@ -27,7 +27,7 @@ def one_gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     ("names", "minimum"),
-    [("training", 41), LONG("fit+averager", 45), LONG("optimizer+options", 68), LONG("local_sgd+resume", 41)],
+    [("metrics", 44), LONG("training", 41), LONG("fit", 33), LONG("optimizer", 46), LONG("local_sgd", 27)],
 )
 def test_cases_on_a_device_that_stands_for_a_gpu(names, minimum, tmp_path):
     run_cases(names, "-p", "stand_in_gpu", ranks=2, minimum=minimum, folder=tmp_path, timeout_s=900)
