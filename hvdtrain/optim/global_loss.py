@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ _REMEDY = (
     "Return one value for each sample, and mask samples by sample_weight or a Keras mask. To average the losses of the "
     "ranks nevertheless, return the number once for each sample."
 )
+JIT_COMPILE = "--jit-compile"
 _NUM_CHECKS = 10
 _TOLERANCE = 1e-4
 _SMALL_LOSS = 0.1
@@ -38,8 +39,12 @@ class LossScope:
     """The weight by which this rank's loss is multiplied; None if all ranks have the same."""
     sums_gradients: bool = False
     """Whether gradients are added up over ranks instead of averaged."""
-    excluded_by: str | None = None
-    """The option because of which ranks cannot communicate in the forward pass, if any."""
+    excluded_by: Sequence[str] = ()
+    """The options because of which ranks cannot communicate in the forward pass."""
+
+
+class UncompilableLossError(UsageError):
+    """``--jit-compile`` excludes the loss. Raised while a step is traced."""
 
 
 _all_checks_left: list["weakref.ref[tf.Variable]"] = []
@@ -84,16 +89,23 @@ def loss_over_ranks(
         return value
     arguments, values = observed[-1]
     if keras.ops.ndim(values) == 0:
+        if JIT_COMPILE in scope.excluded_by:
+            raise UncompilableLossError(
+                f"{JIT_COMPILE} excludes losses that return one number for a batch, because XLA leaves out the check "
+                f"that it is a mean over samples. Received: {loss.name}. Return one value for each sample, or leave "
+                f"{JIT_COMPILE} out."
+            )
         check = _require_mean_over_samples(loss, *arguments, value, scope)
         with tf.control_dependencies([check]):
             return tf.identity(value)
     count = _own_count(loss, _mask(y_pred, values), sample_weight)
     if count is None:
         return value
-    if scope.excluded_by is not None:
-        raise UsageError(
-            f"{scope.excluded_by} excludes losses that divide by the number of unmasked positions or by a sum of "
-            f"weights, which ranks add up in the forward pass. Received: {loss.name}. Leave {scope.excluded_by} out."
+    if scope.excluded_by:
+        option = scope.excluded_by[0]
+        raise (UncompilableLossError if option == JIT_COMPILE else UsageError)(
+            f"{option} excludes losses that divide by the number of unmasked positions or by a sum of weights, which "
+            f"ranks add up in the forward pass. Received: {loss.name}. Leave {option} out."
         )
     return value * tf.cast(_share_of_count(count, scope), value.dtype)
 
@@ -198,7 +210,7 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
         scale = tf.maximum(tf.abs(mean), tf.abs(value)) + _SMALL_LOSS
         differs = tf.math.is_finite(scale) & (tf.abs(mean - value) > _TOLERANCE * scale)
         num_differing = tf.cast(differs, tf.float32)
-        if scope.excluded_by is None:
+        if not scope.excluded_by:
             (num_differing,) = scope.collectives.sum_tensors([num_differing], name)
         tf.debugging.Assert(num_differing < 0.5, [_message(loss), value, mean])
         checks_left.assign_sub(1)

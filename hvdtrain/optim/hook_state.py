@@ -32,8 +32,8 @@ class LoopHooks:
     """Whether steps with a gradient that is not finite are skipped, so that their loss is no part of the mean."""
     sample_weight: Callable[[], tf.Tensor | None] = lambda: None
     """While a step is traced: the weight that ``weigh_loss`` multiplies by; None if all ranks have the same."""
-    excluded_by: str | None = None
-    """The option because of which ranks cannot communicate in the forward pass, if any."""
+    excluded_by: Sequence[str] = ()
+    """The options because of which ranks cannot communicate in the forward pass."""
     num_applies: int = 0
     """Number of times that gradients were applied, or traced to be."""
     held: list[tuple[Sequence[Any], Any]] | None = None

@@ -73,6 +73,7 @@ class StepRunner:
         require_keras_model(model)
         if not optimizers_of(model):
             raise UsageError(f"model {model.name!r} must be compiled with an optimizer. Received: a model without one.")
+        jit_compile_is_optional = config.jit_compile is None
         config = with_options(config, {"jit_compile": is_chosen(model, config, collectives)})
         self.model = model
         self.source = source
@@ -110,7 +111,15 @@ class StepRunner:
             copy_every=logging.histograms_every,
             compression_error_every=logging.log_every,
         )
-        self.train_step = TrainStep(model, self.feed, config, times=self.times, monitor=self.monitor, weights=weights)
+        self.train_step = TrainStep(
+            model,
+            self.feed,
+            config,
+            times=self.times,
+            monitor=self.monitor,
+            weights=weights,
+            jit_compile_is_optional=jit_compile_is_optional,
+        )
         self._has_fillers = weights.has_fillers
         self.num_synchronized = synchronize_batch_normalization(
             model,

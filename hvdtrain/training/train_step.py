@@ -18,7 +18,7 @@ from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.equal_start import EqualStart
-from hvdtrain.optim.global_loss import loss_error, require_one_number
+from hvdtrain.optim.global_loss import JIT_COMPILE, UncompilableLossError, loss_error, require_one_number
 from hvdtrain.optim.hook_state import LoopHooks, model_hooks
 from hvdtrain.optim.hooks import install_loop_hooks, run_train_step
 from hvdtrain.training.config import StepConfig
@@ -50,6 +50,7 @@ class TrainStep:
         feed: this rank's micro-batches.
         times: counts the steps and records where their time is spent.
         monitor: receives losses and gradients.
+        jit_compile_is_optional: whether XLA is left out instead of refusing a loss that it excludes.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class TrainStep:
         times: StepTimes,
         monitor: GradientMonitor,
         weights: LossWeights,
+        jit_compile_is_optional: bool = False,
     ):
         self._model = model
         self._feed = feed
         self._times = times
         self._monitor = monitor
         self._weights = weights
-        self._jit_compile = bool(config.jit_compile)
+        self._jit_compile, self._jit_compile_is_optional = bool(config.jit_compile), jit_compile_is_optional
         self._micro_batches_per_step = config.gradient_accumulation_steps
         self.max_steps = config.steps_per_execution
         """The most steps that one call can make."""
@@ -93,7 +95,11 @@ class TrainStep:
             self._prepare_gradients,
             skips_non_finite,
             sample_weight=self.sample_weight,
-            excluded_by="--quorum" if config.stragglers.is_active else "--jit-compile" if config.jit_compile else None,
+            excluded_by=[
+                option
+                for option, is_set in (("--quorum", config.stragglers.is_active), (JIT_COMPILE, self._jit_compile))
+                if is_set
+            ],
         )
         install_loop_hooks(model, self._hooks)
         self._step_weight = tf.Variable(0.0, trainable=False)
@@ -230,20 +236,34 @@ class TrainStep:
 
     def gradients(self, data: Any, sample_weight: tf.Tensor) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
         """This rank's gradients of a micro-batch, multiplied by its weight, and their variables; updates nothing."""
-        model = self._model
         self._sample_weight, self._loss = sample_weight, None
         for variable, copy in self._statistics:
             copy.assign(variable.value)
-        train_step = model.train_step if self._jit_compile else partial(self.returned.run, model, model.train_step)
         try:
-            self._loss, found, variables = gradients_of_step(
-                model, train_step, data, lambda: self._loss, option="--quorum", jit_compile=self._jit_compile
-            )
+            try:
+                self._loss, found, variables = self._held_gradients(data)
+            except UncompilableLossError as error:
+                self._leave_out_xla(error)
+                self._loss, found, variables = self._held_gradients(data)
             prepared = self._prepare_gradients(found, self._loss is not None)
             self._monitor.end_gradients()
             return prepared, variables
         finally:
             self._sample_weight = self._loss = None
+
+    def _held_gradients(self, data: Any) -> tuple[tf.Tensor | None, Sequence[Any], Sequence[keras.Variable]]:
+        model = self._model
+        train_step = model.train_step if self._jit_compile else partial(self.returned.run, model, model.train_step)
+        return gradients_of_step(
+            model, train_step, data, lambda: self._loss, option="--quorum", jit_compile=self._jit_compile
+        )
+
+    def _leave_out_xla(self, error: UncompilableLossError) -> None:
+        """Continues to trace a step without XLA, unless it was asked for."""
+        if not self._jit_compile_is_optional:
+            raise error
+        self._jit_compile, self._loss = False, None
+        self._hooks.excluded_by = [option for option in self._hooks.excluded_by if option != JIT_COMPILE]
 
     def update(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], has_contributed: tf.Tensor) -> None:
         """Makes a step of reduced gradients.
@@ -280,9 +300,12 @@ class TrainStep:
                     copy.assign(tf.where(is_first, variable.value, copy))
             applies_before = self._hooks.num_applies
             if self._jit_compile:
-                self._loss, update = compiled_train_step(model, data, lambda: self._loss)
-                update()
-            else:
+                try:
+                    self._loss, update = compiled_train_step(model, data, lambda: self._loss)
+                    update()
+                except UncompilableLossError as error:
+                    self._leave_out_xla(error)
+            if not self._jit_compile:
                 run_train_step(model, partial(self.returned.run, model, model.train_step), data)
             if self._hooks.num_applies == applies_before:
                 raise UsageError(
