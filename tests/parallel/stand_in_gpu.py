@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import tensorflow as tf
 
-from hvdtrain.system import environment
+from hvdtrain.system import devices, environment
 
 GPU = SimpleNamespace(name="/physical_device:GPU:0", device_type="GPU")
 _HOST, _DEVICE = "/device:CPU:0", "/device:CPU:1"
@@ -47,6 +47,7 @@ def _install() -> None:
         setattr(module, name, lambda *arguments: None)
     tf.config.experimental.get_memory_info = lambda name: {"peak": 0}
     threading.Thread = Thread
+    devices.own_gpu = lambda: _DEVICE
     # Each rank has a GPU of its own.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(environment.launcher().rank)
     device("GPU").__enter__()

@@ -49,7 +49,7 @@ def test_libraries_are_found_in_packages_and_in_the_system(tmp_path):
         (0, Hardware((), False), False, None, [], [("GPUs", "0", None)]),
         (0, Hardware((), False), True, None, LIBRARIES, [("GPUs", "0", None)]),
         (2, Hardware(("A", "A"), True), True, None, [], [("GPUs", "2", None), ("gradients", "by NCCL", None)]),
-        (1, Hardware(("A",), True), False, None, [], [("GPUs", "1", None), ("gradients", "copied to", "=NCCL launch")]),
+        (1, Hardware(("A",), True), False, None, [], [("GPUs", "1", None), ("gradients", "=NCCL launch", None)]),
         (0, Hardware(("A",), True), True, None, ["libcudnn.so.9"], [("GPUs", "none of 1: A", "open libcudnn.so.9. ")]),
         (0, Hardware(("A",), True), True, "-1", [], [("GPUs", "none of 1: A", "unset CUDA_VISIBLE_DEVICES, which")]),
         (0, Hardware(("A",), True), True, "0", [], [("GPUs", "none of 1: A", "see why")]),

@@ -90,9 +90,11 @@ def find_gpus(num_gpus: int, hardware: nvidia.Hardware, *, has_nccl: bool) -> li
     if num_gpus:
         path = "reduced on the GPU, by NCCL"
         if not has_nccl:
-            path = "copied to the host, reduced there and copied back"
-        remedy = None if has_nccl else "HOROVOD_GPU_OPERATIONS=NCCL launch/run … rebuilds Horovod with NCCL"
-        return [Finding("GPUs", str(num_gpus)), Finding("gradients", path, remedy)]
+            path = (
+                "copied to the host, reduced there and copied back; faster on several GPUs: "
+                "HOROVOD_GPU_OPERATIONS=NCCL launch/run …, which builds Horovod with NCCL"
+            )
+        return [Finding("GPUs", str(num_gpus)), Finding("gradients", path)]
     if not hardware.names:
         return [Finding("GPUs", "0")]
     state = f"TensorFlow sees none of {len(hardware.names)}: {', '.join(hardware.names)}"
