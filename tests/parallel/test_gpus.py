@@ -27,7 +27,14 @@ def one_gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     ("names", "minimum"),
-    [("metrics", 44), LONG("training", 41), LONG("fit", 33), LONG("optimizer", 46), LONG("local_sgd", 27)],
+    [
+        ("metrics", 44),
+        LONG("training", 41),
+        LONG("fit", 33),
+        LONG("optimizer", 48),
+        LONG("local_sgd", 27),
+        LONG("programs", 48),
+    ],
 )
 def test_cases_on_a_device_that_stands_for_a_gpu(names, minimum, tmp_path):
     run_cases(names, "-p", "stand_in_gpu", ranks=2, minimum=minimum, folder=tmp_path, timeout_s=900)
