@@ -91,9 +91,9 @@ def loss_over_ranks(
     if keras.ops.ndim(values) == 0:
         if JIT_COMPILE in scope.excluded_by:
             raise UncompilableLossError(
-                f"{JIT_COMPILE} excludes losses that return one number for a batch, because XLA leaves out the check "
+                "--jit-compile excludes losses that return one number for a batch, because XLA leaves out the check "
                 f"that it is a mean over samples. Received: {loss.name}. Return one value for each sample, or leave "
-                f"{JIT_COMPILE} out."
+                "--jit-compile out."
             )
         check = _require_mean_over_samples(loss, *arguments, value, scope)
         with tf.control_dependencies([check]):
