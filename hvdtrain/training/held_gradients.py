@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed.optimizers import optimizers_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.hooks import held_gradients, run_train_step
 
@@ -33,8 +34,14 @@ def gradients_of_step(
         What ``read`` returned, the gradients, and their variables.
 
     Raises:
-        UsageError: a user's own ``train_step`` does not apply gradients exactly once.
+        UsageError: the model has several optimizers, or a ``train_step`` of its own does not apply gradients exactly
+            once.
     """
+    if len(optimizers := optimizers_of(model)) > 1:
+        raise UsageError(
+            f"with {option}, one optimizer must train the whole model. Received: {type(model).__name__}, with "
+            f"{len(optimizers)} optimizers. Leave {option} out."
+        )
     with held_gradients(model.optimizer) as held:
 
         def compute(data: Any) -> tuple[T, list[list[Any]]]:

@@ -30,6 +30,20 @@ class AppliesTwice(keras.Model):
         return super().train_step(data)
 
 
+class TwoOptimizers(keras.Model):
+    def compile(self, **options):
+        super().compile(**options)
+        self.other_optimizer = keras.optimizers.SGD(0.1)
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=data[1], y_pred=self(data[0], training=True))
+        first, *others = zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        self.optimizer.apply_gradients(others)
+        self.other_optimizer.apply_gradients([first])
+        return {"loss": loss}
+
+
 def make_model(optimizer=None, *, model_class=keras.Model, more=()) -> keras.Model:
     keras.utils.set_random_seed(3)
     tokens = layers.Input((8,), dtype="int32")
@@ -81,6 +95,7 @@ def test_a_loss_that_is_not_finite_is_found():
     [
         ({"more": [AsksPython()]}, "XLA cannot compile this model: .*PyFunc.*Set --no-jit-compile"),
         ({"model_class": AppliesTwice}, "must apply gradients once. Received: AppliesTwice.train_step, which does 2"),
+        ({"model_class": TwoOptimizers}, "one optimizer must train the whole model. Received: TwoOptimizers, with 2"),
     ],
 )
 def test_what_xla_cannot_compile(options, message):
