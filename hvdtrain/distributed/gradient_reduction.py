@@ -101,6 +101,24 @@ def most_rows(gradient: tf.IndexedSlices) -> int:
     return 0 if shape is None else int(shape[0])
 
 
+def with_shapes_of(variables: Sequence[tf.Variable], gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Gradients whose shapes are known when a step is compiled: those of their variables.
+
+    TensorFlow does not know them for a layer that is applied to each element of a sequence. Such gradients would have
+    messages of their own, and could neither be divided into pieces or shards nor be compressed.
+    """
+    return [_with_shape(each, tf.TensorShape(v.shape)) for each, v in zip(gradients, variables, strict=True)]
+
+
+def _with_shape(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+    if not shape.is_fully_defined():
+        return gradient
+    if is_sparse(gradient):
+        whole = tf.constant(shape.as_list(), gradient.indices.dtype)
+        return tf.IndexedSlices(gradient.values, gradient.indices, whole)
+    return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, shape)
+
+
 def without_left_out_samples(reduced: ReducedGradients) -> ReducedGradients:
     """The mean over the samples that were not left out.
 

@@ -9,6 +9,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compressed_reduction import make_reducer
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import with_shapes_of
 from hvdtrain.errors import UsageError
 
 
@@ -56,7 +57,9 @@ class DistributedGradientTape:
         flat = tf.nest.flatten(gradients)
         found = [i for i, each in enumerate(flat) if each is not None]
         if found:
-            for i, reduced in zip(found, self._reduce([flat[i] for i in found]).gradients, strict=True):
+            variables = tf.nest.flatten(sources)
+            own = with_shapes_of([variables[i] for i in found], [flat[i] for i in found])
+            for i, reduced in zip(found, self._reduce(own).gradients, strict=True):
                 flat[i] = reduced
         return tf.nest.pack_sequence_as(gradients, flat)
 

@@ -9,6 +9,7 @@ from hvdtrain.distributed.gradient_reduction import (
     ReducedGradients,
     divided,
     reduced_but_local,
+    with_shapes_of,
     without_left_out_samples,
 )
 from hvdtrain.optim.hook_state import GradientHooks
@@ -16,6 +17,7 @@ from hvdtrain.optim.hook_state import GradientHooks
 
 def reduce_step(hooks: GradientHooks, gradients: Sequence[Gradient]) -> ReducedGradients:
     """Reduces the gradients of ``hooks.variables``, except local ones, to their mean over samples."""
+    gradients = with_shapes_of(hooks.variables, gradients)
     is_local = hooks.are_local(hooks.variables)
     if any(is_local):
         return reduced_but_local(hooks.reduce, gradients, is_local, hooks.share)
