@@ -98,6 +98,19 @@ def parameters():
             yield pytest.param(program, way, id=f"{program.__name__}-{way}", marks=[] if often else pytest.mark.long)
 
 
+def checked_difference(model, alone) -> float:
+    """How far the weights are from those of one process; fails if it is too far, or if the ranks differ."""
+    for theirs in COLLECTIVES.allgather(weights(model)):
+        for mine, other in zip(weights(model), theirs, strict=True):
+            assert np.array_equal(mine, other)
+    difference = max(
+        np.max(np.abs(ours - theirs)) / max(1, np.max(np.abs(theirs)))
+        for ours, theirs in zip(weights(model), alone, strict=True)
+    )
+    assert difference < 1e-6
+    return difference
+
+
 @pytest.mark.parametrize(("program", "way"), parameters())
 def test_program(program, way, tmp_path, record_property):
     folder = Path(COLLECTIVES.allgather(str(tmp_path / "run"))[0])
@@ -112,14 +125,51 @@ def test_program(program, way, tmp_path, record_property):
         return
     alone, values_alone = train_alone(program)
     model, values = WAYS[way](program, folder)
-    for theirs in COLLECTIVES.allgather(weights(model)):
-        for mine, other in zip(weights(model), theirs, strict=True):
-            assert np.array_equal(mine, other)
-    difference = max(
-        np.max(np.abs(ours - theirs)) / max(1, np.max(np.abs(theirs)))
-        for ours, theirs in zip(weights(model), alone, strict=True)
-    )
-    assert difference < 1e-6
+    difference = checked_difference(model, alone)
     if values is not None:
         assert values == pytest.approx(values_alone, rel=1e-4, abs=1e-5)
     record_property(table.RESULT, f"equal ({difference:.0e})")
+
+
+# Options of DistributedOptimizer and of Trainer, and the beginning of the messages by which they refuse programs.
+OPTIONS = {
+    "balance": ({}, {"balance": True, "balance_every": 2}, None),
+    "bad_samples": ({}, {"bad_samples": 5}, None),
+    "groups": ({"groups": 1}, {}, None),
+    "jit_compile": ({}, {"jit_compile": True}, "--jit-compile excludes losses|with jit_compile, one optimizer"),
+    "on_nan": ({}, {"on_nan": "skip"}, "on_nan='skip' needs one optimizer"),
+    "quorum": ({}, {"quorum": SIZE}, "--quorum excludes losses|--quorum needs a model with one optimizer"),
+    "shard_optimizer": ({"shard_optimizer": True}, {}, None),
+    "sparse_as_dense": ({"sparse_as_dense": True}, {}, None),
+    "steps_per_execution": ({}, {"steps_per_execution": 3}, None),
+    "sync_batchnorm": ({}, {"sync_batchnorm": True}, None),
+}
+
+
+def programs_and_options():
+    """Every program with every option; CI runs each program with one of them."""
+    for i, program in enumerate(PROGRAMS):
+        for j, option in enumerate(OPTIONS):
+            marks = [] if i % len(OPTIONS) == j else pytest.mark.long
+            yield pytest.param(program, option, id=f"{program.__name__}-{option}", marks=marks)
+
+
+@pytest.mark.parametrize(("program", "option"), programs_and_options())
+def test_program_with_an_option(program, option):
+    for_optimizer, for_trainer, refusal = OPTIONS[option]
+    model, x, y = made(program, functools.partial(hvdtrain.DistributedOptimizer, **for_optimizer))
+
+    def train():
+        make_trainer(model, InOrder(x, y), batch_size=BATCH, steps=STEPS, **for_trainer).fit()
+
+    if program.__name__ in REFUSED:
+        with pytest.raises(HvdtrainError):
+            train()
+        return
+    try:
+        train()
+    except HvdtrainError as error:
+        if refusal is None or not re.match(refusal, str(error)):
+            raise
+        return
+    checked_difference(model, train_alone(program)[0])

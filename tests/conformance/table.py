@@ -19,6 +19,9 @@ process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`
 The number is the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is
 greater; at most 1e-6 is allowed. "refused": hvdtrain raises an error that begins with these words.
 
+Each program is also trained by `Trainer` with each of ten options (`--balance`, `--quorum`, `--shard-optimizer`, …):
+the weights are those of one process, or the option is refused.
+
 Models with embeddings under Adam or RMSprop are compared with one process that sums the entries of a row, see
 [numerics.md](numerics.md#embeddings).
 

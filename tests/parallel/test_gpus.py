@@ -33,7 +33,7 @@ def one_gpu(monkeypatch):
         LONG("fit", 33),
         LONG("optimizer", 48),
         LONG("local_sgd", 27),
-        LONG("programs", 48),
+        LONG("programs", 70),
     ],
 )
 def test_cases_on_a_device_that_stands_for_a_gpu(names, minimum, tmp_path):

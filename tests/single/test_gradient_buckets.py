@@ -1,10 +1,13 @@
 """Gradient buckets: which gradients share one, and that they come out as they went in."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
 from hvdtrain.distributed.gradient_buckets import BUCKET_BYTES, bucket_layout
+from hvdtrain.distributed.gradient_reduction import with_shapes_of
 
 LARGE = BUCKET_BYTES // 4
 
@@ -53,3 +56,25 @@ def test_shapes_are_restored(count):
     for before, after in zip(tensors, layout.unpack(layout.pack(tensors)), strict=True):
         assert before.shape == after.shape
         assert np.array_equal(before, after)
+
+
+def test_gradients_have_the_shapes_of_their_variables():
+    model = keras.Sequential([layers.Input((None,)), layers.Embedding(9, 3), layers.LSTM(4, return_sequences=True)])
+    model.add(layers.Dense(2))
+    variables = model.trainable_variables
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None])])
+    def is_known(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        own = tape.gradient(loss, variables)
+        assert not all(tf.convert_to_tensor(each).shape.is_fully_defined() for each in own)
+        found = with_shapes_of(variables, own)
+        # A sparse gradient stays sparse.
+        assert [type(each) for each in found] == [type(each) for each in own]
+        assert [tf.convert_to_tensor(each).shape for each in found] == [each.shape for each in variables]
+        return [
+            tf.reduce_all(tf.convert_to_tensor(a) == tf.convert_to_tensor(b)) for a, b in zip(own, found, strict=True)
+        ]
+
+    assert all(is_known(np.arange(10, dtype=np.float32).reshape(2, 5) % 9))
