@@ -9,6 +9,7 @@ by its share of the count of all ranks, which are summed in the forward pass.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -240,3 +241,18 @@ def loss_error(error: BaseException) -> UsageError | None:
     if not isinstance(error, tf.errors.InvalidArgumentError) or _NOT_A_MEAN not in text:
         return None
     return UsageError(text[text.index(_NOT_A_MEAN) : text.index(_REMEDY)] + _REMEDY)
+
+
+def with_loss_errors(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """``keras.Model.fit``, which raises the error of :func:`loss_error`."""
+
+    @functools.wraps(fit)
+    def fit_and_explain(*arguments: Any, **named: Any) -> Any:
+        try:
+            return fit(*arguments, **named)
+        except tf.errors.InvalidArgumentError as error:
+            if (refusal := loss_error(error)) is not None:
+                raise refusal from None
+            raise
+
+    return fit_and_explain

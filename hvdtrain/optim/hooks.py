@@ -36,10 +36,10 @@ from hvdtrain.distributed.gradient_reduction import Gradient, values_of
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves_of, optimizers_of
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import UsageError
+from hvdtrain.optim import global_loss
 from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update, ramped_momentum
 from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.fused_sgd import fused_update_step
-from hvdtrain.optim.global_loss import LossScope, loss_over_ranks, loss_scope, losses_over_ranks, require_one_number
 from hvdtrain.optim.guarded_updates import unless_skipped, when_checked
 from hvdtrain.optim.hook_state import (
     GradientHooks,
@@ -98,7 +98,7 @@ _compute_total_loss_here = keras.Model._compute_loss
 
 
 def _compute_loss_over_ranks(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-    return loss_over_ranks(self, functools.partial(_compute_loss_here, self), y_true, y_pred, sample_weight)
+    return global_loss.loss_over_ranks(self, functools.partial(_compute_loss_here, self), y_true, y_pred, sample_weight)
 
 
 def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
@@ -120,7 +120,7 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
 def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
     """The sum over ranks of a regularization loss is the loss times their number."""
     total = _aggregate_additional_loss_here(self, loss)
-    scope = loss_scope()
+    scope = global_loss.loss_scope()
     if scope is None or not scope.sums_gradients:
         return total
     return total / tf.cast(scope.collectives.num_ranks(), total.dtype)
@@ -128,8 +128,8 @@ def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
 
 def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor | None:
     loss = _compute_total_loss_here(self, *arguments, **named)
-    if loss is not None and loss_scope() is not None:
-        require_one_number(loss)
+    if loss is not None and global_loss.loss_scope() is not None:
+        global_loss.require_one_number(loss)
     return loss
 
 
@@ -144,7 +144,7 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
-keras.Model.fit = with_equal_ranks(keras.Model.fit)
+keras.Model.fit = with_equal_ranks(global_loss.with_loss_errors(keras.Model.fit))
 keras.Model._aggregate_additional_loss = _add_share_of_loss
 keras.Model._compute_loss = _compute_one_number
 
@@ -158,10 +158,10 @@ def run_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> A
         data = hooks.epoch_steps.count(data)
     if hooks.reduction.op == "adasum":
         return train_step(data)
-    scope = LossScope(hooks.collectives, sums_gradients=hooks.reduction.op == "sum")
+    scope = global_loss.LossScope(hooks.collectives, sums_gradients=hooks.reduction.op == "sum")
     if (loop := installed_hooks(optimizers_of(model)[0]).loop) is not None:
         scope = dataclasses.replace(scope, sample_weight=loop.sample_weight, excluded_by=loop.excluded_by)
-    with losses_over_ranks(scope):
+    with global_loss.losses_over_ranks(scope):
         return train_step(data)
 
 
@@ -175,7 +175,7 @@ def _apply_if_distributed(self: Any, grads: Sequence[Any], trainable_variables: 
             "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls the methods that it "
             f"overrides. Received: {self.name}, wrapped by it. Use hvdtrain.DistributedOptimizer."
         )
-    if loss_scope() is not None and installed_hooks(self).gradient is None:
+    if global_loss.loss_scope() is not None and installed_hooks(self).gradient is None:
         raise UsageError(
             "each optimizer that a train_step applies must be distributed. Received: "
             f"{self.name}, which is not. Wrap it in DistributedOptimizer, and keep it as an attribute of the model."
