@@ -114,8 +114,8 @@ def _with_shape(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
     if not shape.is_fully_defined():
         return gradient
     if is_sparse(gradient):
-        whole = tf.constant(shape.as_list(), gradient.indices.dtype)
-        return tf.IndexedSlices(gradient.values, gradient.indices, whole)
+        return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(shape.as_list(), tf.int64))
+    gradient = tf.convert_to_tensor(gradient)  # A loop of one's own may compute it with NumPy.
     return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, shape)
 
 
