@@ -236,3 +236,48 @@ def test_a_model_that_its_first_step_builds_is_trained_resumed_evaluated_and_exp
     model = keras.models.load_model(exported)
     assert model.get_layer("a").bias.numpy() != 0
     assert model.get_layer("b").bias.numpy() == 0  # Its loss has the weight 0.
+
+
+WITHOUT_CALL = """
+import keras
+import numpy as np
+import tensorflow as tf
+import hvdtrain
+from hvdtrain.data import Arrays, Data
+
+X = np.linspace(0, 1, 64, dtype=np.float32)[:, None]
+
+
+@keras.saving.register_keras_serializable()
+class WithoutCall(keras.Model):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.part = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)], name="part")
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.part(data[0]) - data[1]) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+TASK = hvdtrain.Task(
+    model=lambda data: WithoutCall(), data=lambda folder: Data(Arrays(X, 2 * X)), loss="mse", defaults={"steps": 3}
+)
+"""
+
+
+def test_a_model_without_call_is_exported_as_keras_only(tmp_path):
+    path, run_dir = tmp_path / "own.py", tmp_path / "run"
+    path.write_text(WITHOUT_CALL)
+    export = ["export", "--run-dir", run_dir]
+    lines = [["--task", path, "--run-dir", run_dir], export, [*export, "--format", "saved_model"]]
+    trained, exported, refused = run_commands(lines, ranks=1, folder=tmp_path / "output", timeout_s=90)
+    assert (trained.code, exported.code, refused.code) == (0, 0, 64), refused.output
+    message = "--format saved_model needs a model with a call method. Received: WithoutCall, which has none."
+    assert message in refused.only_message
+    spec = importlib.util.spec_from_file_location("own", path)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))  # Registers the class.
+    import keras
+
+    assert keras.models.load_model(run_dir / "export.keras").get_layer("part").count_params() == 2
