@@ -19,7 +19,6 @@ from hvdtrain.stores.local_copies import reading_folder
 from hvdtrain.stores.store import Store
 from hvdtrain.stores.urls import is_url, join
 from hvdtrain.system.atomic_files import replaced_on_success
-from hvdtrain.training.eval_step import failed_builds_forgotten
 
 _SUFFIXES = {"keras": ".keras", "saved_model": "", "onnx": ".onnx"}
 
@@ -78,17 +77,15 @@ def _write_here(trained: TrainedRun, file_format: str, target: Path, num_ranks: 
     model = trained.model
     keep_ema_weights(model)
     compile_plainly(model, trained.config, trained.task, num_ranks)
-    # Keras exports only models that have been called.
-    x, *_ = next(iter(evaluation_dataset(trained.data.evaluation or trained.data.training, 1, rank=0, size=1)))
-    try:
-        with failed_builds_forgotten(model):
-            model(x, training=False)
-    except NotImplementedError:
-        if file_format != "keras":
-            raise UsageError(
-                f"--format {file_format} needs a model with a call method. Received: {type(model).__name__}, which "
-                "has none. Use --format keras."
-            ) from None
+    if type(model).call is not keras.Model.call:
+        # Keras exports only models that have been called.
+        x, *_ = next(iter(evaluation_dataset(trained.data.evaluation or trained.data.training, 1, rank=0, size=1)))
+        model(x, training=False)
+    elif file_format != "keras":
+        raise UsageError(
+            f"--format {file_format} needs a model with a call method. Received: {type(model).__name__}, which has "
+            "none. Use --format keras."
+        )
     writers: dict[str, Callable[[keras.Model, Path], None]] = {
         "keras": lambda model, path: model.save(path),
         "saved_model": lambda model, path: model.export(path, format="tf_saved_model", verbose=False),

@@ -1,6 +1,5 @@
 """The compiled evaluation step, and the metrics' variables that both steps need."""
 
-import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -39,20 +38,10 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
         element_spec: of ``(data, sample_weight)``, as the feed yields it.
     """
     data, _ = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), element_spec)
-    with failed_builds_forgotten(model):
-        model._symbolic_build(data_batch=data)
-
-
-@contextlib.contextmanager
-def failed_builds_forgotten(model: keras.Model) -> Iterator[None]:
-    """For a block that calls a model, which may fail, as without a ``call`` method.
-
-    Keras notes the shapes with which it builds a model before it calls it, and a saved model is loaded by building it
-    with them.
-    """
     before = model._build_shapes_dict
     try:
-        yield
+        model._symbolic_build(data_batch=data)
     except Exception:
+        # Keras has noted shapes to build the model with, though it could not be called: a saved one would not load.
         model._build_shapes_dict = before
         raise

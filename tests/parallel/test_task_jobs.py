@@ -280,4 +280,5 @@ def test_a_model_without_call_is_exported_as_keras_only(tmp_path):
     spec.loader.exec_module(importlib.util.module_from_spec(spec))  # Registers the class.
     import keras
 
-    assert keras.models.load_model(run_dir / "export.keras").get_layer("part").count_params() == 2
+    for name in ("model.keras", "export.keras"):
+        assert keras.models.load_model(run_dir / name).get_layer("part").count_params() == 2
