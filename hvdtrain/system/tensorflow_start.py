@@ -5,8 +5,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
-from hvdtrain.system import environment
+from hvdtrain.system import cuda_libraries, environment
 
 # Lines that TensorFlow writes to stderr at every start and that no setting turns off: its absl
 # logging is not initialized in Python, so TF_CPP_MIN_LOG_LEVEL is ignored (seen with 2.21).
@@ -43,6 +44,7 @@ def without_startup_messages() -> Iterator[None]:
 
 def import_tensorflow() -> None:
     """Prepares the environment, imports TensorFlow and initializes its list of devices."""
+    cuda_libraries.preload()
     if "tensorflow" in sys.modules:
         return
     environment.prepare_environment()
@@ -50,3 +52,10 @@ def import_tensorflow() -> None:
         import tensorflow as tf
 
         tf.config.list_physical_devices()
+
+
+def library() -> Path:
+    """TensorFlow's library that opens those of CUDA."""
+    import tensorflow as tf
+
+    return Path(tf.sysconfig.get_lib(), "libtensorflow_framework.so.2")

@@ -1,10 +1,11 @@
-"""NVIDIA's GPUs and libraries as they are found on made-up machines, and what doctor says of them."""
+"""NVIDIA's GPUs as they are found on made-up machines, and what doctor says of them."""
 
 import pytest
 
 from hvdtrain.commands.doctor.checks import find_gpus
-from hvdtrain.system import nvidia
-from hvdtrain.system.nvidia import LIBRARIES, Hardware, hardware, missing_libraries
+from hvdtrain.system import cuda_libraries
+from hvdtrain.system.cuda_libraries import LIBRARIES
+from hvdtrain.system.nvidia import Hardware, hardware
 
 
 def pci_device(root, address: str, vendor: str, kind: str) -> None:
@@ -30,19 +31,6 @@ def test_gpus_are_found_by_the_driver_or_without_one(tmp_path):
     assert hardware(tmp_path) == Hardware(("NVIDIA H100 80GB HBM3", "0000:41:00.0"), has_driver=True)
 
 
-def test_libraries_are_found_in_packages_and_in_the_system(tmp_path):
-    (tmp_path / "nvidia/cudnn/lib").mkdir(parents=True)
-    (tmp_path / "nvidia/cudnn/lib/libcudnn.so.9").touch()
-
-    def load(name):
-        if name != "libcudart.so.12":
-            raise OSError(name)
-
-    assert missing_libraries([str(tmp_path / "nvidia")], load) == [
-        name for name in LIBRARIES if name not in ("libcudnn.so.9", "libcudart.so.12")
-    ]
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "found", "has_nccl", "visible", "missing", "rows"),
     [
@@ -50,14 +38,21 @@ def test_libraries_are_found_in_packages_and_in_the_system(tmp_path):
         (0, Hardware((), False), True, None, LIBRARIES, [("GPUs", "0", None)]),
         (2, Hardware(("A", "A"), True), True, None, [], [("GPUs", "2", None), ("gradients", "by NCCL", None)]),
         (1, Hardware(("A",), True), False, None, [], [("GPUs", "1", None), ("gradients", "=NCCL launch", None)]),
-        (0, Hardware(("A",), True), True, None, ["libcudnn.so.9"], [("GPUs", "none of 1: A", "open libcudnn.so.9. ")]),
+        (
+            0,
+            Hardware(("A",), True),
+            True,
+            None,
+            ["libcudnn.so.9"],
+            [("GPUs", "none of 1: A", "libcudnn.so.9 (absent).")],
+        ),
         (0, Hardware(("A",), True), True, "-1", [], [("GPUs", "none of 1: A", "unset CUDA_VISIBLE_DEVICES, which")]),
         (0, Hardware(("A",), True), True, "0", [], [("GPUs", "none of 1: A", "see why")]),
         (0, Hardware(("A",), False), True, None, [], [("GPUs", "none of 1: A", "install NVIDIA's driver")]),
     ],
 )
 def test_doctor_names_what_is_missing(num_gpus, found, has_nccl, visible, missing, rows, monkeypatch):
-    monkeypatch.setattr(nvidia, "missing_libraries", lambda folders: list(missing))
+    monkeypatch.setattr(cuda_libraries, "errors_of_opening", lambda opener: dict.fromkeys(missing, "absent"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

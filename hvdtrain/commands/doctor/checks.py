@@ -11,7 +11,7 @@ import numpy as np
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from hvdtrain.system import cores, environment, local_job, nvidia, tensorflow_start, versions
+from hvdtrain.system import cores, cuda_libraries, environment, local_job, nvidia, tensorflow_start, versions
 
 _REBUILD = "rebuild the environment: delete .venvs and call launch/run again"
 
@@ -103,10 +103,11 @@ def find_gpus(num_gpus: int, hardware: nvidia.Hardware, *, has_nccl: bool) -> li
         remedy = "install NVIDIA's driver, or pass the GPUs to this container (docker run --gpus all)"
     elif visible is not None and local_job.num_visible(visible) == 0:
         remedy = f"unset CUDA_VISIBLE_DEVICES, which is {visible!r} and hides them"
-    elif missing := nvidia.missing_libraries(nvidia.package_folders()):
+    elif errors := cuda_libraries.errors_of_opening(tensorflow_start.library()):
+        reason = next(iter(errors.values()))
         remedy = (
-            f"TensorFlow cannot open {', '.join(missing)}. HVDTRAIN_EXTRAS=cuda launch/run … installs CUDA's libraries "
-            "(1.5 GB)"
+            f"TensorFlow cannot open {', '.join(errors)} ({reason}). HVDTRAIN_EXTRAS=cuda launch/run … installs CUDA's "
+            "libraries (1.5 GB)"
         )
     else:
         remedy = "see why: python -c \"import tensorflow as tf; tf.config.list_physical_devices('GPU')\""
