@@ -1,4 +1,4 @@
-"""PyTorch's steps for gpu_steps.py: makes as many as each line of its input asks for, and then prints "done".
+"""PyTorch's steps for gpu_steps.py.
 
     torch_gpu_steps.py TASK BATCH_SIZE PRECISION
 
@@ -9,6 +9,7 @@ import contextlib
 import sys
 
 import torch
+from served_steps import serve
 from torch import nn
 
 CLASSES, TOKENS, VOCABULARY, WIDTH = 1000, 128, 8192, 256
@@ -73,8 +74,9 @@ def main():
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         x, y = (torch.randint(VOCABULARY, (batch_size, TOKENS), device=device) for _ in range(2))
     loss, scaler = nn.CrossEntropyLoss(), torch.amp.GradScaler(device, enabled=precision == "float16")
-    for line in sys.stdin:
-        for _ in range(int(line)):
+
+    def steps(num_steps):
+        for _ in range(num_steps):
             optimizer.zero_grad(set_to_none=True)
             mixed = precision != "float32"
             with torch.autocast(device, getattr(torch, precision)) if mixed else contextlib.nullcontext():
@@ -84,7 +86,8 @@ def main():
             scaler.update()
         if device == "cuda":
             torch.cuda.synchronize()
-        print("done", flush=True)
+
+    serve(steps, {"device": device, "torch": torch.__version__})
 
 
 main()
