@@ -68,7 +68,6 @@ def run_on_ranks(
     Returns:
         The exit code.
     """
-    collectives = None
     job_watch: JobWatch | None = None
     options = RuntimeConfig() if config is None else config.runtime
     start_timeout_s = (JobWatchConfig() if config is None else config.job_watch).stall_timeout
@@ -98,12 +97,12 @@ def run_on_ranks(
             # Before the first step or after the last, where ranks cannot change.
             job_watch.coordinator.restart_all()
         note_exit_code(exit_code_of(error))
-        end_job(error, collectives, step(), job_watch)
+        end_job(error, runtime.collectives(), step(), job_watch)
     except SystemExit as end:
         # Of the task's code: this rank would end, perhaps with exit code 0, and the others wait for it.
         stopped = HvdtrainError(f"a task must not end the process. Received: sys.exit({end.code!r}). Raise an error.")
         note_exit_code(exit_code_of(stopped))
-        end_job(stopped.with_traceback(end.__traceback__), collectives, step(), job_watch)
+        end_job(stopped.with_traceback(end.__traceback__), runtime.collectives(), step(), job_watch)
     return 0
 
 

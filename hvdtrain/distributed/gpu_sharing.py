@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.horovod import build_facts
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import JobError, UsageError
 from hvdtrain.system import environment, network
 
 
@@ -33,7 +33,7 @@ def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -
         device: that this rank computes on.
 
     Raises:
-        UsageError: on every rank: ranks share a GPU, or only some of them have one, and this is not allowed.
+        JobError: on every rank: ranks share a GPU, or only some of them have one, and this is not allowed.
     """
     if collectives.may_change:
         return
@@ -43,7 +43,7 @@ def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -
         return
     has_nccl = build_facts()["NCCL"]
     if (reason := refusal(collectives.allgather(own), config, has_nccl=has_nccl)) is not None:
-        raise UsageError(reason)
+        raise JobError(reason, exit_code=UsageError.exit_code, rank=0)
 
 
 def refusal(ranks: Sequence[RankGpus], config: GpuConfig, *, has_nccl: bool) -> str | None:

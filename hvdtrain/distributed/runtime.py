@@ -78,8 +78,8 @@ def init(
         gpus: how ranks use the GPUs of their hosts (default: each has one for itself).
 
     Raises:
-        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend; on every rank:
-            ranks share a GPU, or only some of them have one, and ``gpus`` does not allow it.
+        JobError: on every rank: ranks share a GPU, or only some of them have one, and ``gpus`` does not allow it.
+        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
     """
     global _runtime
     if _runtime is None:

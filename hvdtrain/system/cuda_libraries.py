@@ -41,11 +41,11 @@ def errors_of_opening(opener: Path) -> dict[str, str]:
     folders = _search_path(opener)
     for name in LIBRARIES:
         paths = [path for folder in folders if (path := folder / name).exists()]
-        paths += _in_packages(name) if name == _CUSOLVER else []
         # By its name, the loader finds what is loaded, and what the system has.
         reasons = [_error_of_opening(each) for each in (name, *map(str, paths))]
         if None not in reasons:
-            errors[name] = str(reasons[-1])
+            reasons += [_error_of_opening(str(path)) for path in _in_packages(name)]
+            errors[name] = [each for each in reasons if each is not None][-1]
     return errors
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import LONG, run_cases, run_job
+from launcher import LONG, TESTS, run_cases, run_job
 
 from hvdtrain.system import nvidia
 from hvdtrain.system.json_files import read_lines
@@ -38,6 +38,16 @@ def one_gpu(monkeypatch):
 )
 def test_cases_on_a_device_that_stands_for_a_gpu(names, minimum, tmp_path):
     run_cases(names, "-p", "stand_in_gpu", ranks=2, minimum=minimum, folder=tmp_path, timeout_s=900)
+
+
+def test_ranks_that_share_a_device_are_refused_in_one_line(tmp_path):
+    program = (
+        "import os, sys, stand_in_gpu; os.environ['CUDA_VISIBLE_DEVICES'] = '0'; from hvdtrain.__main__ import main; "
+        f"sys.argv[1:] = ['--run-dir', {str(tmp_path / 'run')!r}]; sys.exit(main())"
+    )
+    refused = run_job([sys.executable, "-c", program], ranks=2, timeout_s=120, cwd=TESTS)
+    assert refused.code == 64
+    assert "each rank must have a GPU of its own. Received: 2 ranks share 1 GPU(s)" in refused.only_message
 
 
 @needs_gpu

@@ -8,7 +8,7 @@ from hvdtrain.distributed import gpu_sharing
 from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.gpu_sharing import RankGpus, gpu_warnings, refusal, require_own_gpus, warnings_for
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import JobError
 
 
 def host(name: str, ranks: int, gpus: int, visible: str | None = None) -> list[RankGpus]:
@@ -85,6 +85,6 @@ def test_the_gpus_of_all_ranks_are_compared(num_gpus, monkeypatch):
         return
     expected = "host b see no GPU, because CUDA_VISIBLE_DEVICES=0 hides them"
     assert expected in warnings[0]
-    with pytest.raises(UsageError, match=expected):
+    with pytest.raises(JobError, match=expected):
         require_own_gpus(TwoRanks(), "GPU:0", GpuConfig())
     require_own_gpus(TwoRanks(), "GPU:0", GpuConfig(allow_cpu_ranks=True))
