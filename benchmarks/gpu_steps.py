@@ -7,9 +7,10 @@
 Keras' own compiled step, as ``model.fit`` runs it, and hvdtrain's have the same network, optimizer and samples in the
 host's memory, from which each reads through an input pipeline of its own; each chooses by itself whether XLA compiles
 the step. PyTorch holds one batch in GPU memory and runs without a compiler. Each peer is a process that compiles its
-step and then waits for its turns; those of ``--at-once`` cases are prepared at the same time. Prints for each case the
-median step time of Keras, and the ratio of the others to it in the same turn: median and quartiles. A ratio above 1
-means that Keras is faster. Also runs without a GPU, with small batches. Saves results/gpu_steps.json.
+step and then waits for its turns. The first one compiles alone; XLA's choices of algorithms are then kept for the
+others, because they vary from one compilation to the next by more than peers do. Prints for each case the median step
+time of Keras, and the ratio of the others to it in the same turn: median and quartiles. A ratio above 1 means that
+Keras is faster. Also runs without a GPU, with small batches. Saves results/gpu_steps.json.
 """
 
 import argparse
@@ -17,10 +18,12 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import queue
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -31,14 +34,13 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 TASKS = ("synthetic-resnet50", "synthetic-transformer")
 PRECISIONS = ("float32", "bfloat16", "float16")
-_BLOCK_S = 1.0
 
 
 class Peer:
     """A process that makes steps of one case."""
 
-    def __init__(self, command: list[str]):
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    def __init__(self, command: list[str], env: dict[str, str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.facts: dict[str, Any] | None = None
@@ -79,16 +81,30 @@ class Peer:
         self._process.wait()
 
 
-def start_peers(case: tuple[str, int, str], commands: dict[str, list[str]]) -> dict[str, Peer]:
-    return {name: Peer([*command, *map(str, case)]) for name, command in commands.items()}
+def start_peers(commands: dict[str, list[str]], ready_s: float, cache: str) -> dict[str, Peer]:
+    """The peers that are ready in time, the first of which has compiled before the others."""
+    flags = [f"--xla_gpu_{name}_cache_dir={cache}" for name in ("per_fusion_autotune", "experimental_autotuner")]
+    env = {**os.environ, "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags])}
+    names = list(commands)
+    ready: dict[str, Peer] = {}
+    for group in (names[:1], names[1:]):
+        peers = {name: Peer(commands[name], env) for name in group}
+        end_s = time.monotonic() + ready_s
+        for name, peer in peers.items():
+            if peer.wait_until_ready(max(0.1, end_s - time.monotonic())):
+                ready[name] = peer
+            else:
+                print(f"{name} failed, or was not ready after {ready_s:.0f} s", flush=True)
+                peer.end()
+    return ready
 
 
-def measure(peers: dict[str, Peer], turns: int) -> dict[str, list[float]]:
+def measure(peers: dict[str, Peer], turns: int, block_s: float) -> dict[str, list[float]]:
     """The step times in ms of each turn, by peer."""
     num_steps = {}
     for name, peer in peers.items():
         step_ms = peer.step_ms(2)
-        num_steps[name] = 2 if math.isnan(step_ms) else math.ceil(1000 * _BLOCK_S / max(0.1, step_ms))
+        num_steps[name] = 2 if math.isnan(step_ms) else math.ceil(1000 * block_s / max(0.1, step_ms))
     times: dict[str, list[float]] = {name: [] for name in peers}
     order = list(peers)
     for turn in range(turns):
@@ -120,7 +136,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="*", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--peers", nargs="*", default=["Keras", "hvdtrain"], help="also Keras-no-xla, hvdtrain-no-xla")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--at-once", type=int, default=1, help="cases whose peers are in memory at the same time")
+    parser.add_argument("--block-seconds", type=float, default=1, help="a peer's turn")
     parser.add_argument("--ready-seconds", type=float, default=600, help="how long peers may take to compile")
     parser.add_argument("--torch-python", help="Python of an environment with torch and numpy")
     parser.add_argument(
@@ -134,23 +150,18 @@ def main() -> None:
     path = HERE / "results" / "gpu_steps.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     cases = list(itertools.product(arguments.tasks, arguments.batch_sizes, arguments.precisions))
-    for first in range(0, len(cases), arguments.at_once):
+    for task, batch_size, precision in cases:
         began_s = time.monotonic()
-        started = {case: start_peers(case, commands) for case in cases[first : first + arguments.at_once]}
-        for case, peers in started.items():
-            for name in list(peers):
-                left_s = max(0.1, arguments.ready_seconds - (time.monotonic() - began_s))
-                if not peers[name].wait_until_ready(left_s):
-                    print(
-                        f"{case}: {name} failed, or was not ready after {time.monotonic() - began_s:.0f} s", flush=True
-                    )
-                    peers.pop(name).end()
-        print(f"ready after {time.monotonic() - began_s:.0f} s", flush=True)
-        for (task, batch_size, precision), peers in started.items():
+        with tempfile.TemporaryDirectory() as cache:
+            case = [task, str(batch_size), precision]
+            lines = {name: [*command, *case] for name, command in commands.items()}
+            peers = start_peers(lines, arguments.ready_seconds, cache)
+            print(f"compiled in {time.monotonic() - began_s:.0f} s", flush=True)
             name = f"{task}, batch {batch_size}, {precision}"
             if peers:
                 facts = {peer: each.facts for peer, each in peers.items()}
-                results[name] = {"peers": facts, "step_ms": measure(peers, arguments.turns)}
+                times = measure(peers, arguments.turns, arguments.block_seconds)
+                results[name] = {"peers": facts, "step_ms": times}
                 print(summary(name, results[name]), flush=True)
                 path.write_text(json.dumps(results, indent=1) + "\n")
             for peer in peers.values():
