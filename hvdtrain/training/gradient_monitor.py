@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
 import keras
@@ -84,6 +85,12 @@ class GradientMonitor:
         self._positions: dict[int, int] = {}
         self._finite: tf.Variable | None = None
         """Whether each variable's gradient was finite when culprits were last recorded; shape ``[variables]``."""
+        self._finite_on_device: tf.Variable | None = None
+        """The same, of steps that XLA compiles as a whole."""
+        self._passed = tf.Variable(True, trainable=False)
+        """While a whole step runs that XLA compiled: whether its gradient is finite."""
+        self._halted_at = tf.Variable(0, dtype=tf.int64, trainable=False)
+        """The step from which on nothing is updated, because its gradient was not finite; 0: none so far."""
         self._copies: dict[int, tf.Variable] = {}
         self._paths: dict[int, str] = {}
         self._compresses = False
@@ -154,6 +161,67 @@ class GradientMonitor:
             # Here and not before: each tensor that waits for a bucket costs a thread switch.
             return reduced.unpack([tf.identity(each) for each in reduced.buckets])
 
+    @contextlib.contextmanager
+    def deciding_on_device(self) -> Iterator[None]:
+        """In the block, which XLA compiles, gradients are checked without the host; call :meth:`keeps_update` after it.
+
+        XLA leaves out assertions, and a branch waits until the host has read its condition.
+        """
+        hooks = [require_hooks(leaf) for leaf in self._leaves]
+        before = [(each.monitor, each.applies) for each in hooks]
+        for i, each in enumerate(hooks):
+            each.monitor, each.applies = functools.partial(self._check_on_device, i), None
+        self._passed.assign(True)  # A loss scale may skip the check.
+        try:
+            yield
+        finally:
+            for each, (monitor, applies) in zip(hooks, before, strict=True):
+                each.monitor, each.applies = monitor, applies
+
+    def _check_on_device(
+        self, index: int, reduced: ReducedGradients, variables: Sequence[keras.Variable]
+    ) -> list[Gradient]:
+        halves = tf.stack([_half_squared_norm(values_of(each)) for each in reduced.gradients])
+        half = tf.reduce_sum(halves)
+        self._half_squared_norms[index].assign(half)
+        finite = tf.math.is_finite(half)
+        self._passed.assign(self._passed & finite)  # A train_step may apply gradients more than once.
+        flags = self._finite_on_device
+        assert flags is not None
+        positions = [[self._positions[id(variable)]] for variable in variables]
+        own = tf.tensor_scatter_nd_update(tf.ones_like(flags), positions, tf.math.is_finite(halves))
+        is_first = ~finite & (self._halted_at == 0)
+        flags.assign(tf.where(is_first, own, flags))
+        self._loss_was_finite.assign(tf.where(is_first, self._loss_is_finite, self._loss_was_finite))
+        return reduced.gradients
+
+    def keeps_update(self, step: tf.Tensor) -> tf.Tensor | None:
+        """Whether a step keeps the update that it has made; None: in any case. Call it in the same cluster.
+
+        Args:
+            step: its number.
+        """
+        passed = self._passed.read_value()
+        if self._on_nan == "ignore":
+            return None
+        if self.applies is not None:
+            self._skipped.assign_add(tf.cast(~passed, tf.int64))
+            self.applies.assign(passed)
+            return passed
+        was_halted = self._halted_at != 0
+        self._halted_at.assign(tf.where(passed | was_halted, self._halted_at, step))
+        return passed & ~was_halted
+
+    @property
+    def halted_at(self) -> tf.Variable:
+        """The step from which on a step that XLA compiles as a whole updates nothing; 0: none so far."""
+        return self._halted_at
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether gradients are copied for histograms."""
+        return self._copy_every > 0
+
     def _copy(self, reduced: ReducedGradients, variables: Sequence[keras.Variable]) -> None:
         for gradient, variable in zip(reduced.gather(reduced.gradients), variables, strict=True):
             self._copies[id(variable)].assign(tf.cast(tf.convert_to_tensor(gradient), tf.float32))
@@ -169,6 +237,7 @@ class GradientMonitor:
         """
         with tf.device("CPU"):  # small, and only read from Python
             self._finite = tf.Variable(tf.ones(len(variables), tf.bool), trainable=False)
+        self._finite_on_device = tf.Variable(tf.ones(len(variables), tf.bool), trainable=False)
         for i, variable in enumerate(variables):
             self._positions[id(variable)] = i
             self._paths[id(variable)] = variable.path
@@ -231,8 +300,8 @@ class GradientMonitor:
         """The ranks whose loss or gradients were last not finite; all ranks must call it."""
         own = [] if self._loss_was_finite.numpy() else ["the loss"]
         # A loss that is not finite leaves no gradient finite: only the loss is named.
-        if not own and self._finite is not None:
-            flags = self._finite.numpy()
+        if not own and self._finite is not None and self._finite_on_device is not None:
+            flags = self._finite.numpy() & self._finite_on_device.numpy()
             own = [f"the gradient of {self._paths[key]!r}" for key, i in self._positions.items() if not flags[i]]
         everyone = collectives.allgather(own)
         ranks = range(len(everyone)) if len(everyone) > 1 else [collectives.rank]

@@ -120,6 +120,15 @@ class StepTimes:
             self._ready.assign(ready)
             self._reducing.assign(done - ready)
 
+    def record_computation(self) -> None:
+        """Records the time of a step that reduces nothing; call it in the compiled step, after the update.
+
+        On a GPU, which has by then only been asked to compute, it is too short.
+        """
+        with tf.device("CPU"):
+            self._ready.assign(_now())
+            self._reducing.assign(tf.constant(0.0, tf.float64))
+
     def end_micro_batch(self) -> None:
         """Counts a micro-batch; call it at its end, in the compiled step."""
         with tf.device("CPU"):

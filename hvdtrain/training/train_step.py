@@ -27,7 +27,14 @@ from hvdtrain.training.held_gradients import gradients_of_step
 from hvdtrain.training.returned_results import ReturnedResults
 from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import StepTimes
-from hvdtrain.training.xla import compiled_train_step, is_uncompilable
+from hvdtrain.training.xla import (
+    LargeSparseGradientError,
+    UncompilableModelError,
+    compiled_train_step,
+    compiles_update,
+    dense_gradients,
+    is_uncompilable,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +77,7 @@ class TrainStep:
         self._monitor = monitor
         self._weights = weights
         self._jit_compile, self._jit_compile_is_optional = bool(config.jit_compile), jit_compile_is_optional
+        self._compiles_update = self._jit_compile and not monitor.needs_gradients and compiles_update(model, config)
         self._micro_batches_per_step = config.gradient_accumulation_steps
         self.max_steps = config.steps_per_execution
         """The most steps that one call can make."""
@@ -154,21 +162,46 @@ class TrainStep:
             if is_secondary(error):
                 raise error
             if is_not_finite(error):
-                raise self._not_finite() from None
+                raise self._not_finite(self.steps_made + 1) from None
             self._feed.resume_after(error, self._times.micro_batches)
             try:
                 self._run_call(last_step * self._micro_batches_per_step - self._times.micro_batches)
             except tf.errors.OpError as another:
                 error = another
 
+    def settle(self) -> None:
+        """Waits for the steps that were made: a step that XLA compiles as a whole is checked during the next call.
+
+        Call it before anything uses their results.
+
+        Raises:
+            NonFiniteError: a loss or a gradient was not finite, with ``on_nan='stop'``.
+        """
+        if self._compiles_update:
+            self._require_finite(self._monitor.halted_at.numpy())
+
+    def _require_finite(self, halted_at: int) -> None:
+        if halted_at:
+            raise self._not_finite(halted_at)
+
     def _run_call(self, micro_batches: int) -> None:
         if self._feed.iterator is not self._iterator:
             self._compile_for(self._feed.iterator)
-        with self._explained_errors():
-            if self._is_single:
-                self._call()
-            else:
-                self._call(tf.constant(micro_batches))
+        arguments = [] if self._is_single else [tf.constant(micro_batches)]
+        try:
+            with self._explained_errors():
+                halted_at = self._call(*arguments)
+        except UncompilableModelError:
+            # Before the first step: nothing has been computed but the batch.
+            if not self._jit_compile_is_optional:
+                raise
+            self._leave_out_xla()
+            self._feed.start(self._times.micro_batches)
+            self._iterator = None
+            self._run_call(micro_batches)
+            return
+        if halted_at is not None:
+            self._require_finite(int(halted_at))
 
     @contextlib.contextmanager
     def _explained_errors(self) -> Iterator[None]:
@@ -179,7 +212,9 @@ class TrainStep:
                 raise refusal from None
             if self._jit_compile and is_uncompilable(error):
                 cause = next(line for line in str(error).splitlines() if "XLA" in line)
-                raise UsageError(f"XLA cannot compile this model: {cause}. Set --no-jit-compile.") from error
+                raise UncompilableModelError(
+                    f"XLA cannot compile this model: {cause}. Set --no-jit-compile."
+                ) from error
             raise
 
     @contextlib.contextmanager
@@ -195,22 +230,32 @@ class TrainStep:
                 yield
         except tf.errors.OpError as error:
             if is_not_finite(error):
-                raise self._not_finite() from None
+                raise self._not_finite(self.steps_made + 1) from None
             raise
 
-    def _not_finite(self) -> NonFiniteError:
-        return self._monitor.error(self.steps_made + 1, require_hooks(leaves_of(self._model)[0]).collectives)
+    def _not_finite(self, step: int) -> NonFiniteError:
+        return self._monitor.error(step, require_hooks(leaves_of(self._model)[0]).collectives)
 
     def _compile_for(self, iterator: Iterator[Any]) -> None:
         # The iterator is captured by the function: passing it at each call costs Python as long as a small step.
         self._iterator = iterator
         function = partial(self._run_one if self._is_single else self._run_several, iterator)
+        if self._compiles_update:
+            function = partial(self._checking_the_call_before, function)
         if self._model.run_eagerly:
             self._call = function
         else:
             self._call = tf.function(tf.autograph.experimental.do_not_convert(function), reduce_retracing=True)
 
     # What is traced, from here on.
+
+    def _checking_the_call_before(self, run: Callable[..., None], *arguments: tf.Tensor) -> tf.Tensor:
+        """Returns whether the calls so far halted, which is copied to the host while a GPU computes this one."""
+        halted_at = self._monitor.halted_at.read_value()
+        with tf.device("CPU"):
+            on_host = tf.identity(halted_at)
+        run(*arguments)
+        return on_host
 
     def _run_several(self, iterator: Iterator[Any], batches: tf.Tensor) -> None:
         def body(done: tf.Tensor) -> list[tf.Tensor]:
@@ -258,11 +303,11 @@ class TrainStep:
             model, train_step, data, lambda: self._loss, option="--quorum", jit_compile=self._jit_compile
         )
 
-    def _leave_out_xla(self, error: UncompilableLossError) -> None:
+    def _leave_out_xla(self, error: UncompilableLossError | None = None) -> None:
         """Continues to trace a step without XLA, unless it was asked for."""
-        if not self._jit_compile_is_optional:
+        if error is not None and not self._jit_compile_is_optional:
             raise error
-        self._jit_compile, self._loss = False, None
+        self._jit_compile, self._compiles_update, self._loss = False, False, None
         self._hooks.excluded_by = [option for option in self._hooks.excluded_by if option != JIT_COMPILE]
 
     def update(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], has_contributed: tf.Tensor) -> None:
@@ -283,9 +328,54 @@ class TrainStep:
         return self._times
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
-        model, applies = self._model, self._monitor.applies
+        model = self._model
         if self.snapshot is not None:
             self.snapshot.take()
+        if self._compiles_update:
+            try:
+                self._make_compiled_step(data, sample_weight)
+                return
+            except LargeSparseGradientError:
+                self._compiles_update = False
+        if self._jit_compile:
+            try:
+                self._make_step(sample_weight, partial(self._compute_then_update, data))
+                return
+            except UncompilableLossError as error:
+                self._leave_out_xla(error)
+        train_step = partial(self.returned.run, model, model.train_step)
+        self._make_step(sample_weight, lambda: run_train_step(model, train_step, data))
+
+    def _compute_then_update(self, data: Any) -> None:
+        """Has XLA compile a step up to its gradients."""
+        self._loss, update = compiled_train_step(self._model, data, lambda: self._loss)
+        update()
+
+    def _make_compiled_step(self, data: Any, sample_weight: tf.Tensor) -> None:
+        """Has XLA compile a whole step, which updates everything and then restores it if a gradient is not finite."""
+        model = self._model
+
+        def make(data: Any, sample_weight: tf.Tensor, step: tf.Tensor) -> None:
+            variables = [*model.trainable_variables, *self._restored_variables()]
+            before = [variable.value.read_value() for variable in variables]
+            with self._monitor.deciding_on_device(), dense_gradients(model):
+                self._make_step(sample_weight, lambda: run_train_step(model, model.train_step, data))
+            if (keeps := self._monitor.keeps_update(step)) is not None:
+                _restore_unless(keeps, zip(variables, before, strict=True))
+
+        function = tf.function(make, jit_compile=True, autograph=False)
+        function(data, sample_weight, self._times.current_step())
+        self._times.record_computation()
+
+    def _restored_variables(self) -> list[keras.Variable]:
+        """The optimizer's variables that a step does not change whose gradient is not finite."""
+        optimizer = self._model.optimizer
+        # Of a skipped step, Keras counts the iteration.
+        return [v for v in optimizer.variables if self._monitor.applies is None or v is not optimizer.iterations]
+
+    def _make_step(self, sample_weight: tf.Tensor, train: Callable[[], object]) -> None:
+        """Runs a ``train_step`` with its loss weighted; restores what it changed in vain."""
+        model, applies = self._model, self._monitor.applies
         self._sample_weight = sample_weight if self._weights.is_weighted else None
         self._loss = None
         if self._divides_by_weight:
@@ -299,14 +389,7 @@ class TrainStep:
                 for variable, copy in self._statistics:
                     copy.assign(tf.where(is_first, variable.value, copy))
             applies_before = self._hooks.num_applies
-            if self._jit_compile:
-                try:
-                    self._loss, update = compiled_train_step(model, data, lambda: self._loss)
-                    update()
-                except UncompilableLossError as error:
-                    self._leave_out_xla(error)
-            if not self._jit_compile:
-                run_train_step(model, partial(self.returned.run, model, model.train_step), data)
+            train()
             if self._hooks.num_applies == applies_before:
                 raise UsageError(
                     "train_step must apply gradients by an optimizer that is an attribute of the model. Received: "

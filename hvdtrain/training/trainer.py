@@ -249,6 +249,7 @@ class Trainer:
                 self._stop_if_requested()
                 self._run_steps(call_end - progress.step)
             if progress.step >= next_due or progress.is_stopped:
+                self._runner.train_step.settle()
                 self._after_steps()
                 call_end, next_due = triggers.next_call_end(progress.step), triggers.next_due(progress.step)
             progress.is_between_calls = True
@@ -274,6 +275,7 @@ class Trainer:
         self._strategy.run(max_steps)
         self._clock.calls.append((max(1, progress.step - before), time.perf_counter() - start_s))
         if self._callbacks.use_train_batches:
+            self._runner.train_step.settle()
             progress.is_stopped = self._end_call()
 
     def _log_steps(self) -> None:
@@ -317,6 +319,7 @@ class Trainer:
         """Every rank checks at the same points of the run, and all stop at the same one."""
         if not self._job_watch.check():
             return
+        self._runner.train_step.settle()
         self._members.pause_if_due()
         saved = "Nothing was saved: the trainer has no checkpointer."
         if self._checkpointer is not None:

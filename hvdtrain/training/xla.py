@@ -1,13 +1,18 @@
-"""A training step whose forward and backward pass is compiled by XLA; reduction and update stay outside."""
+"""A training step that XLA compiles: as a whole if nothing is reduced, else up to the gradients."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed.bounded_messages import is_large
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, is_sparse, unreduced
+from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.system import devices
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.held_gradients import gradients_of_step
@@ -56,6 +61,49 @@ def require_compilable(num_synchronized: int) -> None:
         )
 
 
+class LargeSparseGradientError(Exception):
+    """A sparse gradient is too large to be made dense. Raised while a step is traced."""
+
+
+def compiles_update(model: keras.Model, config: StepConfig) -> bool:
+    """Whether XLA may compile a step as a whole, the update included, if it compiles the step at all."""
+    leaves = leaves_of(model)
+    return (
+        len(optimizers_of(model)) == len(leaves) == 1
+        and not require_hooks(leaves[0]).collectives.reduces
+        and config.gradient_accumulation_steps == 1
+    )
+
+
+@contextlib.contextmanager
+def dense_gradients(model: keras.Model) -> Iterator[None]:
+    """In the block, an optimizer that reduces nothing makes sparse gradients dense.
+
+    Their rows would have to be made unique first, and XLA knows no operation whose result has a size of its own.
+
+    Raises:
+        LargeSparseGradientError: a dense gradient would take much memory.
+    """
+    hooks = [require_hooks(leaf) for leaf in leaves_of(model)]
+    before = [each.reduce for each in hooks]
+    for each in hooks:
+        each.reduce = _as_dense
+    try:
+        yield
+    finally:
+        for each, reduce in zip(hooks, before, strict=True):
+            each.reduce = reduce
+
+
+def _as_dense(gradients: Sequence[Gradient]) -> ReducedGradients:
+    dense = []
+    for each in gradients:
+        if is_sparse(each) and is_large(tf.TensorSpec(each.shape, each.dtype)):
+            raise LargeSparseGradientError
+        dense.append(tf.convert_to_tensor(each))
+    return unreduced(dense)
+
+
 def compiled_train_step(model: keras.Model, data: Any, read: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Runs the model's ``train_step`` without the update.
 
@@ -73,6 +121,10 @@ def compiled_train_step(model: keras.Model, data: Any, read: Callable[[], T]) ->
         model, model.train_step, data, read, option="jit_compile", jit_compile=True
     )
     return found, lambda: model.optimizer.apply(gradients, variables)
+
+
+class UncompilableModelError(UsageError):
+    """XLA does not support an operation of the model."""
 
 
 def is_uncompilable(error: BaseException) -> bool:

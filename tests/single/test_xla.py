@@ -1,4 +1,4 @@
-"""Steps whose forward and backward pass XLA compiles: the same updates, and what it refuses."""
+"""Steps that XLA compiles, as a whole or up to the gradients: the same updates, and what it refuses."""
 
 import keras
 import numpy as np
@@ -9,8 +9,10 @@ from trainers import make_trainer
 
 import hvdtrain
 from hvdtrain.data import Arrays
+from hvdtrain.distributed import bounded_messages
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.system import devices
+from hvdtrain.training import xla
 
 hvdtrain.init()
 RNG = np.random.default_rng(0)
@@ -58,7 +60,7 @@ def make_model(optimizer=None, *, model_class=keras.Model, more=()) -> keras.Mod
 
 def trained(model, labels=LABELS, **options):
     """An epoch of 70 samples: the last batch is short."""
-    summary = make_trainer(model, Arrays(TOKENS, labels), batch_size=16, epochs=2, **options).fit()
+    summary = make_trainer(model, Arrays(TOKENS, labels), **{"batch_size": 16, "epochs": 2, **options}).fit()
     return model, summary
 
 
@@ -90,18 +92,95 @@ def test_a_loss_that_is_not_finite_is_found():
         trained(model, jit_compile=True)
 
 
+@tf.custom_gradient
+def with_gradient_of_nan(x, is_bad):
+    return tf.identity(x), lambda upstream: (tf.where(is_bad, np.nan, upstream), None)
+
+
+class BadAtStep(layers.Dense):
+    """A layer whose kernel has a gradient of NaN at one step."""
+
+    def __init__(self, bad_step):
+        super().__init__(6)
+        self.bad_step = bad_step
+
+    def build(self, shape):
+        super().build(shape)
+        self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.steps.assign_add(1)
+        return x @ with_gradient_of_nan(self.kernel.value, self.steps == self.bad_step)
+
+
+def values_of(model):
+    variables = [*model.trainable_variables, *model.optimizer.variables]
+    return {variable.path: np.array(variable) for variable in variables}
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+def test_nothing_is_updated_from_a_bad_step_on(steps_per_execution):
+    options = {"epochs": None, "jit_compile": True, "steps_per_execution": steps_per_execution}
+    good, _ = trained(make_model(more=[BadAtStep(3)]), steps=2, **options)
+    bad = make_model(more=[BadAtStep(3)])
+    culprit = "the gradient of 'bad_at_step[_0-9]*/kernel' on rank 0 is not finite"
+    with pytest.raises(NonFiniteError, match=f"At step 3: {culprit}. Nothing was updated"):
+        trained(bad, steps=8, **options)
+    for expected, found in zip(values_of(good).values(), values_of(bad).values(), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_bad_step_is_skipped():
+    options = {"epochs": None, "steps": 8, "on_nan": "skip"}
+    plain, expected = trained(make_model(more=[BadAtStep(3)]), jit_compile=False, **options)
+    ours, found = trained(make_model(more=[BadAtStep(3)]), jit_compile=True, **options)
+    assert found["skipped_steps"] == expected["skipped_steps"] == 1
+    for ours_each, plain_each in zip(values_of(ours).values(), values_of(plain).values(), strict=True):
+        np.testing.assert_allclose(ours_each, plain_each, atol=2e-4)
+
+
+def test_large_sparse_gradients_are_updated_without_xla(monkeypatch):
+    expected, _ = trained(make_model(), jit_compile=True)
+    monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 50)
+    made_dense = []
+    monkeypatch.setattr(xla, "unreduced", lambda gradients: made_dense.append(gradients))
+    found, _ = trained(make_model(), jit_compile=True)
+    assert not made_dense
+    for a, b in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+def test_what_xla_cannot_compile_is_trained_without_it_by_default(monkeypatch):
+    expected, _ = trained(make_model(more=[AsksPython()]), jit_compile=False)
+    with pytest.raises(UsageError, match=r"XLA cannot compile this model: .*PyFunc.*Set --no-jit-compile"):
+        trained(make_model(more=[AsksPython()]), jit_compile=True)
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    model = make_model(more=[AsksPython()])
+    model.jit_compile = True  # as Keras chooses on a GPU
+    found, _ = trained(model)
+    for a, b in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"more": [AsksPython()]}, "XLA cannot compile this model: .*PyFunc.*Set --no-jit-compile"),
         ({"model_class": AppliesTwice}, "must apply gradients once. Received: AppliesTwice.train_step, which does 2"),
         ({"model_class": TwoOptimizers}, "one optimizer must train the whole model. Received: TwoOptimizers, with 2"),
     ],
 )
-def test_what_xla_cannot_compile(options, message):
+def test_what_cannot_be_divided(options, message):
     with pytest.raises(UsageError, match=message):
-        trained(make_model(**options), jit_compile=True)
+        # Histograms need the gradients.
+        trained(make_model(**options), jit_compile=True, histograms_every=1)
     trained(make_model(**options), jit_compile=False)
+
+
+def test_a_train_step_that_applies_twice_is_compiled_as_a_whole():
+    plain, _ = trained(make_model(model_class=AppliesTwice), jit_compile=False)
+    ours, _ = trained(make_model(model_class=AppliesTwice), jit_compile=True)
+    for ours_each, plain_each in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours_each, plain_each, atol=2e-4)
 
 
 SYNCHRONIZED = {"more": [layers.BatchNormalization(synchronized=True)]}
