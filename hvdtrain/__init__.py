@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hvdtrain.loggers.wandb import WandbReporter
     from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
     from hvdtrain.optim.gradient_tape import DistributedGradientTape
-    from hvdtrain.optim.hooks import synchronize_batch_normalization
+    from hvdtrain.optim.keras_calls import synchronize_batch_normalization
     from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
     from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
@@ -113,7 +113,7 @@ _MODULES = {
     "process_set": "distributed.runtime",
     "run": "system.function_job",
     "shard": "data.sharding",
-    "synchronize_batch_normalization": "optim.hooks",
+    "synchronize_batch_normalization": "optim.keras_calls",
 }
 
 _WITHOUT_TENSORFLOW = ("run",)
@@ -135,7 +135,7 @@ def __getattr__(name: str) -> Any:
 
         import_tensorflow()
         # In case the program uses Horovod's own optimizer: it is rejected at its first update.
-        importlib.import_module("hvdtrain.optim.hooks")
+        importlib.import_module("hvdtrain.optim.keras_calls")
     if name not in _MODULES:
         return importlib.import_module(f"hvdtrain.{name}")
     return getattr(importlib.import_module(f"hvdtrain.{_MODULES[name]}"), name)

@@ -7,7 +7,7 @@ import keras
 
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.hook_state import require_model_hooks
+from hvdtrain.optim.pipeline import require_pipelines
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -30,7 +30,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self._is_done:
             return
         self._is_done = True
-        hooks = require_model_hooks(self.model)
+        pipelines = require_pipelines(self.model)
         if self.model.built:
             replica_consistency.broadcast(self.model)
         elif self.model.run_eagerly:
@@ -42,5 +42,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             # Tracing the first step, before it runs, builds the model. No other variables may be created there.
             replica_consistency.global_stream()
             broadcast = functools.cache(functools.partial(replica_consistency.broadcast, self.model))
-            for each in hooks:  # It is not known here which optimizer applies gradients first.
-                each.equal_start.broadcast = broadcast
+            for _, pipeline in pipelines:  # It is not known here which optimizer applies gradients first.
+                if pipeline.start is not None:
+                    pipeline.start.broadcast_first(broadcast)

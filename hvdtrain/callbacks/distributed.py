@@ -18,7 +18,7 @@ from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.equal_steps import EqualSteps
-from hvdtrain.optim.hook_state import require_model_hooks
+from hvdtrain.optim.pipeline import require_pipelines
 from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
 
 _BATCH_HOOKS = [f"on_{phase}_batch_{moment}" for phase in ("train", "test", "predict") for moment in ("begin", "end")]
@@ -165,7 +165,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def _require_equal_replicas(self) -> None:
         require_equal_adapted_layers(self.model, self._collectives, int(self.model.optimizer.iterations.numpy()))
         weights = self.model.trainable_weights
-        by_optimizer = [hooks.are_local(weights) for hooks in require_model_hooks(self.model)]
+        by_optimizer = [pipeline.reduce.are_local(weights) for _, pipeline in require_pipelines(self.model)]
         are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]
         if not any(are_local):

@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.draft import Draft
 from hvdtrain.checkpoint.folders import local_copy, open_folder
 from hvdtrain.checkpoint.model_state import Averaged, Captured, ModelState
 from hvdtrain.checkpoint.transfer import Spec, specs_of
+from hvdtrain.config.wording import option
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import DataError, UsageError
@@ -263,8 +264,10 @@ class Checkpointer:
         if str(resume) == "never":
             if own:
                 raise DataError(
-                    f"--resume=never requires a folder without checkpoints. Received: {self._folder.name}, which holds "
-                    f"{len(own)}. It was left untouched; use another --run-dir, or --resume auto."
+                    f"{option('resume', 'never')} requires a folder without checkpoints. Received: "
+                    f"{self._folder.name}, which holds "
+                    f"{len(own)}. It was left untouched; use another {option('run_dir', argument='folder')}, or "
+                    f"{option('resume', 'auto')}."
                 )
             return None
         candidates = own
@@ -278,7 +281,7 @@ class Checkpointer:
             self._folder.set_aside_later(found.manifest["step"])
             return found
         if str(resume) == "must":
-            raise DataError(f"--resume=must requires a checkpoint. Received: none in {self._folder.name}")
+            raise DataError(f"{option('resume', 'must')} requires a checkpoint. Received: none in {self._folder.name}")
         return None
 
     def _latest_intact(self, candidates: list[Path]) -> storage.Content | None:
@@ -296,7 +299,8 @@ class Checkpointer:
         if num_damaged:
             raise DataError(
                 f"there must be an intact checkpoint in {candidates[0].parent}. Received: {num_damaged}, all damaged. "
-                "Nothing was deleted. Restore one from a backup, or train from scratch with another --run-dir."
+                "Nothing was deleted. Restore one from a backup, or train from scratch with another "
+                f"{option('run_dir', argument='folder')}."
             )
         return None
 
@@ -320,13 +324,13 @@ class Checkpointer:
         found, own = _checkpoints_at(path), storage.checkpoints_in(self._directory)
         if not found:
             raise DataError(
-                "--resume must be auto, never, must, or the path of a checkpoint or run. Received: "
+                f"{option('resume')} must be auto, never, must, or the path of a checkpoint or run. Received: "
                 f"{named}, which holds no checkpoint"
             )
         if own and not any(each.samefile(mine) for each in found for mine in own):
             raise DataError(
                 "a run that starts from another run's checkpoint requires its own folder. Received: "
-                f"{self._folder.name}, which holds checkpoints. Use another --run-dir."
+                f"{self._folder.name}, which holds checkpoints. Use another {option('run_dir', argument='folder')}."
             )
         return found
 
@@ -395,5 +399,6 @@ def _require_same(here: Mapping[str, Any], saved: Mapping[str, Any], folder: Pat
     if differences:
         raise DataError(
             f"a run must resume from its own checkpoint. Received: one of another run, {folder}: "
-            f"{'; '.join(differences)}. It was left untouched; use the options of that run, or another --run-dir."
+            f"{'; '.join(differences)}. It was left untouched; use the options of that run, or another "
+            f"{option('run_dir', argument='folder')}."
         )

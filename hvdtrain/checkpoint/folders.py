@@ -15,6 +15,7 @@ from typing import Any
 from hvdtrain.checkpoint import storage
 from hvdtrain.checkpoint.config import CHECKPOINTS
 from hvdtrain.checkpoint.storage import SUMS, folder_name, is_checkpoint, step_of
+from hvdtrain.config.wording import option
 from hvdtrain.errors import DataError, StoreError
 from hvdtrain.stores.local_copies import reading_folder, set_aside
 from hvdtrain.stores.store import Stat, Store
@@ -113,7 +114,8 @@ class StoredFolder(LocalFolder):
                 return False
         raise DataError(
             f"there must be an intact checkpoint in {self.name}. Received: {len(complete)}, all damaged. Nothing was "
-            "deleted. Restore one from a backup, or train from scratch with another --run-dir."
+            "deleted. Restore one from a backup, or train from scratch with another "
+            f"{option('run_dir', argument='folder')}."
         )
 
     def claim(self) -> None:
@@ -251,7 +253,7 @@ class StoredFolder(LocalFolder):
         elif found.get("token") != self._token:
             raise StoreError(
                 f"another job writes to {self.name} since {found.get('since')}, on host {found.get('host')}; use "
-                "another --run-dir for one of them"
+                f"another {option('run_dir', argument='folder')} for one of them"
             )
 
     def _upload(self, name: str, present: Mapping[str, Stat]) -> None:

@@ -23,6 +23,7 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.joined_parts import JoinedParts
 from hvdtrain.checkpoint.rank_file import RankFileReader
+from hvdtrain.config.wording import option
 from hvdtrain.errors import DataError
 from hvdtrain.system.atomic_files import remove
 from hvdtrain.system.json_files import read_object
@@ -185,7 +186,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"a checkpoint must have format {FORMAT} or earlier. Received: {folder}, format {version}, written by "
             f"hvdtrain {by.get('hvdtrain') if isinstance(by, dict) else '(later version)'}. It was left untouched; use "
-            "that version, or another --run-dir."
+            f"that version, or another {option('run_dir', argument='folder')}."
         )
     return manifest
 

@@ -11,7 +11,8 @@ import keras
 from hvdtrain.commands.building import make_model
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.session import Session
-from hvdtrain.config.fields import flag_of, with_options
+from hvdtrain.config.fields import with_options
+from hvdtrain.config.wording import flag_of
 from hvdtrain.data import Data
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives

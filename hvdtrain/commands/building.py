@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 import keras
 
 from hvdtrain.commands.config import RunConfig, TaskConfig
-from hvdtrain.config.fields import as_dict, option_names, with_options
+from hvdtrain.config.fields import option_names, with_options
 from hvdtrain.data import Data
 from hvdtrain.data.downloads import local_copies
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, set_ema_ramp
+from hvdtrain.optim.distributed_optimizer import distribute
 from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.task import Task
@@ -70,11 +70,8 @@ def make_model(config: TaskConfig, task: Task, data: Data, collectives: Collecti
     model = task.make_model(data)
     plan = sample_plan(data.training, config.training, collectives)
     plain = make_optimizer(config, task, _learning_rate(config, plan))
-    options = as_dict(config.reduction)
-    compression = make_compression(options.pop("compression"), options.pop("compression_after"))
-    optimizer = DistributedOptimizer(plain, **options, compression=compression or "none", collectives=collectives)
-    if config.optimizer.ema_ramp:
-        set_ema_ramp(optimizer)
+    compression = make_compression(config.reduction.compression, config.reduction.compression_after)
+    optimizer = distribute(plain, config.reduction, compression, collectives, ema_ramp=config.optimizer.ema_ramp)
     task.compile(model, optimizer)
     return model
 

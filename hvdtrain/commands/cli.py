@@ -16,9 +16,10 @@ from cyclopts.argument import ArgumentCollection
 
 from hvdtrain.commands.bench.config import BenchConfig
 from hvdtrain.commands.config import EvalConfig, ExportConfig, RunConfig, TaskConfig
-from hvdtrain.config.fields import Config, as_dict, did_you_mean, flag_of, shown
+from hvdtrain.config.fields import Config, as_dict, did_you_mean, shown
 from hvdtrain.config.loading import read_options
 from hvdtrain.config.unknown_options import hint_for
+from hvdtrain.config.wording import flag_of, naming_flags
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.stores.urls import is_url, require_usable
 from hvdtrain.system import environment
@@ -253,6 +254,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see the errors for their meaning.
     """
+    with naming_flags():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     if command == "doctor":

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.config import exclusions
 from hvdtrain.errors import DataError, DisagreementError, DivergenceError, HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.system.hosts import Host, find_problems, read_hosts, remote_names
 from hvdtrain.system.remote_process import start_remote
@@ -34,7 +35,7 @@ class HostList:
 
     def __init__(self, hosts: str | None, hostfile: Path | None, here: int):
         if hosts is not None and hostfile is not None:
-            raise UsageError("--hosts and --hostfile exclude each other. Received: both. Set one of them.")
+            exclusions.require_compatible(exclusions.facts_from(exclusions.HOSTS, exclusions.HOSTFILE), known=())
         self._file = hostfile
         self._text = hosts or ""
         self._read_at = 0.0

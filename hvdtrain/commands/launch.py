@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from hvdtrain.config import exclusions
 from hvdtrain.config.fields import broken_rule
 from hvdtrain.errors import UsageError
 from hvdtrain.system.local_job import Controller, choose_ranks, make_launch
@@ -33,7 +34,7 @@ def controller_of(mpi: bool, gloo: bool) -> Controller:
         UsageError: both are set.
     """
     if mpi and gloo:
-        raise UsageError("--mpi and --gloo exclude each other. Received: both. Set one of them, or none.")
+        exclusions.require_compatible(exclusions.facts_from(exclusions.MPI, exclusions.GLOO), known=())
     return "mpi" if mpi else "gloo" if gloo else "auto"
 
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hvdtrain.commands.config import CommandConfig
-from hvdtrain.config.fields import as_dict, flag_of
+from hvdtrain.config.fields import as_dict
+from hvdtrain.config.wording import flag_of
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives

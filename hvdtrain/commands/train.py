@@ -19,7 +19,9 @@ from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.run_directory import RunDirectory, open_run_directory
 from hvdtrain.commands.run_files import run_dir_of
 from hvdtrain.commands.session import RANK_OPTIONS, Session, run_on_ranks
-from hvdtrain.config.fields import as_dict, flag_of, with_options
+from hvdtrain.config import exclusions
+from hvdtrain.config.fields import as_dict, facts_of, with_options
+from hvdtrain.config.wording import flag_of
 from hvdtrain.data import Data
 from hvdtrain.distributed import gpu_sharing, runtime
 from hvdtrain.distributed.optimizers import leaves_of
@@ -179,8 +181,7 @@ class Run:
 
 def _for_changing_ranks(config: RunConfig, start_size: int) -> RunConfig:
     """The configuration of a job whose number of ranks changes; its global batch does not, without --rescale."""
-    if config.autotune:
-        raise UsageError("elastic jobs do not support --autotune. Leave it out.")
+    exclusions.require_compatible({**facts_of(config), **exclusions.facts_from(exclusions.ELASTIC)})
     if config.run_dir is not None and is_url(config.run_dir):
         raise UsageError(
             f"elastic jobs need a --run-dir that all processes share. Received: {config.run_dir}. Use a folder."

@@ -11,6 +11,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from cyclopts import Group
 
+from hvdtrain.config import exclusions
+from hvdtrain.config.exclusions import Fact
+from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
 
 ConfigT = TypeVar("ConfigT", bound="Config")
@@ -45,12 +48,16 @@ def help_group(title: str) -> Group:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A frozen dataclass, each field documented by the string below it, which raises UsageError on a broken rule."""
+    """A frozen dataclass, each field documented by the string below it, which raises UsageError on a broken rule.
+
+    Rules about pairs of options are in :mod:`hvdtrain.config.exclusions`.
+    """
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise broken_rule(name, one_of(get_args(hint)), getattr(self, name))
+        exclusions.require_compatible(facts_of(self), known=_values(self))
 
 
 def require(config: Config, name: str, holds: Callable[[Any], bool], rule: str) -> None:
@@ -62,7 +69,7 @@ def require(config: Config, name: str, holds: Callable[[Any], bool], rule: str) 
 
 def broken_rule(name: str, rule: str, received: object) -> UsageError:
     """The error of an option that breaks its rule."""
-    return UsageError(f"{flag_of(name)} must be {rule}. Received: {shown(received)}")
+    return UsageError(f"{option(name)} must be {rule}. Received: {shown(received)}")
 
 
 def shown(value: object) -> str:
@@ -136,11 +143,6 @@ def _is_usable(text: str) -> bool:
         return False
 
 
-def flag_of(name: str) -> str:
-    """``batch_size`` -> ``--batch-size``."""
-    return "--" + name.replace("_", "-")
-
-
 def option_names(kind: type[Config]) -> list[str]:
     """The flat names of all options of a configuration class."""
     return [field.name for _, field in _fields(kind)]
@@ -155,6 +157,22 @@ def as_dict(config: Config) -> dict[str, Any]:
             values |= as_dict(value)
         elif field.metadata != NOT_AN_OPTION:
             values[field.name] = value
+    return values
+
+
+def facts_of(*configs: Config) -> dict[Fact, str]:
+    """The facts that hold of the options of configurations, each with what was received."""
+    values = {name: value for config in configs for name, value in _values(config).items()}
+    defaults = {field.name: field.default for config in configs for _, field in _fields(type(config), every=True)}
+    return exclusions.option_facts(values, defaults)
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """The values of all fields by their flat names, also of those that are no options of a run."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values |= _values(value) if isinstance(value, Config) else {field.name: value}
     return values
 
 
@@ -186,11 +204,12 @@ def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
     return dataclasses.replace(config, **changes)
 
 
-def _fields(kind: type[Config]) -> Iterator[tuple[type[Config], "dataclasses.Field[Any]"]]:
+def _fields(kind: type[Config], *, every: bool = False) -> Iterator[tuple[type[Config], "dataclasses.Field[Any]"]]:
+    """The fields of a configuration and those in it; with ``every``, also those that are no options of a run."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, Config):
-            yield from _fields(hint)
-        elif field.metadata != NOT_AN_OPTION:
+            yield from _fields(hint, every=every)
+        elif every or field.metadata != NOT_AN_OPTION:
             yield kind, field

@@ -9,8 +9,9 @@ from typing import Any
 from cyclopts import Token
 from cyclopts.argument import Argument, ArgumentCollection
 
-from hvdtrain.config.fields import flag_of, require_type, shown
+from hvdtrain.config.fields import require_type, shown
 from hvdtrain.config.unknown_options import hint_for
+from hvdtrain.config.wording import flag_of
 from hvdtrain.errors import UsageError
 
 if sys.version_info >= (3, 11):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from hvdtrain.config.wording import option
 from hvdtrain.data.source import BadSample
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import DataError
@@ -68,7 +69,7 @@ class BadSampleQuota:
             last = f" The last one: {latest[-1].where}: {latest[-1].cause}." if latest else ""
             raise DataError(
                 f"the number of unreadable samples must be at most {self._allowed}. Received: {len(self._places)}."
-                f"{last} Repair the files, or allow more with --bad-samples."
+                f"{last} Repair the files, or allow more with {option('bad_samples')}."
             )
 
 

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
 
 _BATCHES_AHEAD = 2
@@ -19,7 +20,8 @@ def prefetch_to(device: str, dataset: tf.data.Dataset) -> tf.data.Dataset:
     for spec in tf.nest.flatten(dataset.element_spec):
         if not isinstance(spec, tf.TensorSpec) or spec.dtype in (tf.string, tf.variant):
             raise UsageError(
-                f"--prefetch-to-device copies dense tensors of numbers. Received: samples with {spec}. Leave the "
+                f"{option('prefetch_to_device', True)} copies dense tensors of numbers. Received: samples with "
+                f"{spec}. Leave the "
                 "option out, or convert them in the source."
             )
     return dataset.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_AHEAD))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hvdtrain.config.wording import option
 from hvdtrain.data.large_order import LargeOrder
 from hvdtrain.errors import UsageError
 
@@ -92,7 +93,7 @@ class SamplePlan:
         if self.steps_per_epoch == 0:
             raise UsageError(
                 f"remainder='drop' leaves no step: {self.num_samples} samples, {self.global_batch_size} per step. "
-                "Lower --batch-size, or use remainder='pad'."
+                f"Lower {option('batch_size')}, or use {option('remainder', 'pad')}."
             )
 
     @property
@@ -258,7 +259,7 @@ def split_batch(samples: int, weights: Sequence[float], most: int) -> tuple[int,
     if not least.sum() <= samples <= most * least.sum():
         raise UsageError(
             f"each rank must have from 1 to {most} samples of a micro-batch. Received: {samples} samples for "
-            f"{least.sum()} ranks. Change --batch-size, or increase --max-batch-size."
+            f"{least.sum()} ranks. Change {option('batch_size')}, or increase {option('max_batch_size')}."
         )
     sizes = np.clip(np.floor(wanted).astype(np.int64), least, most * least)
     while missing := samples - int(sizes.sum()):

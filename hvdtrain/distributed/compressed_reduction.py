@@ -17,29 +17,28 @@ from hvdtrain.distributed.gradient_reduction import (
     StepSum,
     is_sparse,
 )
-from hvdtrain.errors import UsageError
 
 _STEPS = "steps"
 
 
 def make_reducer(
-    collectives: Collectives, config: ReductionConfig, compression: Compression | None, *, keeps_errors: bool = True
+    collectives: Collectives,
+    config: ReductionConfig,
+    compression: Compression | None,
+    *,
+    keeps_errors: bool = True,
+    memory: CompressionMemory | None = None,
 ) -> GradientReducer:
     """The reduction of an optimizer's gradients.
 
     Args:
         keeps_errors: whether what has not arrived is added to the next step's gradients.
-
-    Raises:
-        UsageError: gradients to be compressed are combined by Adasum.
+        memory: that of another reduction of the same gradients, which this one continues.
     """
-    if compression is not None and config.op == "adasum":
-        raise UsageError(
-            f"op='adasum' combines whole gradients. Received: compression {compression}. Use compression='none'."
-        )
     if compression is None:
         return collectives.gradient_reducer(config)
-    return CompressedReducer(collectives, config, compression, keeps_errors=keeps_errors)
+    memory = memory or CompressionMemory(collectives.size, sums=config.op == "sum")
+    return CompressedReducer(collectives, config, compression, memory, keeps_errors=keeps_errors)
 
 
 class CompressedReducer:
@@ -49,13 +48,19 @@ class CompressedReducer:
     """
 
     def __init__(
-        self, collectives: Collectives, config: ReductionConfig, compression: Compression, *, keeps_errors: bool
+        self,
+        collectives: Collectives,
+        config: ReductionConfig,
+        compression: Compression,
+        memory: CompressionMemory,
+        *,
+        keeps_errors: bool,
     ):
         self._collectives = collectives
         self._config = config
         self._compression = compression
         self._keeps_errors = keeps_errors
-        self.memory = CompressionMemory(collectives.size, sums=config.op == "sum")
+        self.memory = memory
         self._reduce_whole = collectives.gradient_reducer(dataclasses.replace(config, groups=None))
         self._sums: list[StepSum] = []
         """The sums of a step, in order: another trace of it must use the same names."""

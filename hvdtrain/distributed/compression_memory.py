@@ -84,11 +84,6 @@ class CompressionMemory:
         elif variable is not None and tuple(variable.shape) == value.shape:
             variable.assign(value)
 
-    def continue_from(self, before: "CompressionMemory") -> None:
-        """Restores all variables of another reduction of the same gradients."""
-        for name, variable in before.variables().items():
-            self.restore(name, variable.numpy())
-
     def of_other_ranks(self, name: str, values: Sequence[np.ndarray], ranks: int) -> np.ndarray:
         """What each of a number of ranks continues with, after the ranks that had these values."""
         if not name.startswith("error_"):

@@ -6,7 +6,6 @@ from typing import Literal
 from cyclopts import Parameter
 
 from hvdtrain.config.fields import Config, broken_rule, help_group, require
-from hvdtrain.errors import UsageError
 
 POWER_SGD = "powersgd"
 
@@ -71,24 +70,6 @@ class ReductionConfig(Config):
         require(self, "groups", lambda value: value >= 1, "at least 1")
         parse_compression(self.compression)
         require(self, "compression_after", lambda value: value >= 0, "at least 0")
-        if self.compression_after and self.compression == "none":
-            raise UsageError(
-                f"--compression-after needs --compression. Received: {self.compression_after} without it. Set "
-                "--compression, or leave --compression-after out."
-            )
-        if self.compression != "none" and self.op == "adasum":
-            raise UsageError(
-                f"--op adasum combines whole gradients. Received: --compression {self.compression}. Leave it out."
-            )
-        if self.groups is not None and self.op == "adasum":
-            raise UsageError(
-                f"--op adasum reduces each gradient alone. Received: --groups {self.groups}. Leave it out."
-            )
-        if self.shard_optimizer and (self.op == "adasum" or self.compression != "none"):
-            raise UsageError(
-                "--shard-optimizer sends each rank its part of the gradients' mean or sum. Received: --op "
-                f"{self.op}, --compression {self.compression}. Leave these out."
-            )
 
 
 def parse_compression(text: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.horovod import build_facts
@@ -53,8 +54,8 @@ def refusal(ranks: Sequence[RankGpus], config: GpuConfig, *, has_nccl: bool) -> 
         has_nccl: whether Horovod reduces with NCCL, for which each rank needs a GPU of its own, whatever is allowed.
     """
     for rule, find, flag, is_set in (
-        ("a GPU if others do", _without_gpu, "--allow-cpu-ranks", config.allow_cpu_ranks),
-        ("a GPU of its own", _sharing, "--share-gpus", config.share_gpus),
+        ("a GPU if others do", _without_gpu, option("allow_cpu_ranks", True), config.allow_cpu_ranks),
+        ("a GPU of its own", _sharing, option("share_gpus", True), config.share_gpus),
     ):
         if (not is_set or has_nccl) and (found := _of_hosts(ranks, find)):
             condition = ", with a Horovod without NCCL: HOROVOD_GPU_OPERATIONS=none launch/run …" if has_nccl else "."

@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable
@@ -11,18 +12,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from hvdtrain.config import exclusions
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables
 from hvdtrain.distributed.runtime import Topology
-from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange, join_elastic_job
 from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
 from hvdtrain.fault_tolerance.shutdown import end_job
 from hvdtrain.optim.distributed_optimizer import compression_memories
-from hvdtrain.optim.equal_start import EqualStart
-from hvdtrain.optim.hook_state import model_hooks
+from hvdtrain.optim.pipeline import in_scope, pipelines_of
 from hvdtrain.system import environment, versions
 
 _watch: ElasticWatch | None = None
@@ -91,10 +91,7 @@ class State:
             )
         build_optimizer(model)
         if _watch is not None and compression_memories(model):
-            raise UsageError(
-                "an elastic loop keeps no state of a compression. Received: an optimizer with compression. Use "
-                "compression='none', or hvdtrain.Trainer."
-            )
+            exclusions.require_compatible(exclusions.facts_from(exclusions.ELASTIC_LOOP, exclusions.COMPRESSION))
         self._model = model
         self._names = tuple(values)
         self._num_commits = 0
@@ -181,8 +178,11 @@ def run(
         _share_start(state)
         train(Ranks(collectives.rank, collectives.size))
         return
+    # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
+    pipelines = [(leaf, dataclasses.replace(pipeline, start=None)) for leaf, pipeline in pipelines_of(state._model)]
     try:
-        _run_elastic(train, state, warm_up, _watch, collectives)
+        with in_scope(pipelines):
+            _run_elastic(train, state, warm_up, _watch, collectives)
     except Exception as error:
         if isinstance(error, StoppedEarly) and collectives.rank == 0:
             on_stop()
@@ -197,9 +197,6 @@ def _run_elastic(
     collectives: ElasticCollectives,
 ) -> None:
     coordinator = watch.coordinator
-    for hooks in model_hooks(state._model):
-        # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
-        hooks.equal_start = EqualStart(SingleProcessCollectives())
 
     def join_others() -> None:
         rejoin(coordinator, collectives, settle=state._settle, on_leave=lambda: None)

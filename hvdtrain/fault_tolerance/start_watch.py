@@ -4,6 +4,7 @@ import os
 import threading
 import time
 
+from hvdtrain.config.wording import option
 from hvdtrain.system import environment
 from hvdtrain.system.supervisor_client import note_exit_code
 from hvdtrain.system.terminal import report
@@ -41,7 +42,7 @@ class StartWatch:
         report(
             launcher.rank,
             f"has waited {self._timeout_s:g} s for all ranks to start. A rank that does not report this stands still, "
-            "or has not reached hvdtrain.init(); --stall-timeout sets the time.",
+            f"or has not reached hvdtrain.init(); {option('stall_timeout')} sets the time.",
         )
         time.sleep(_REPORTING_S)
         note_exit_code(1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 
@@ -43,7 +44,7 @@ def slots(model: keras.Model) -> list[keras.Variable]:
         if not keras.backend.is_float_dtype(variable.dtype):
             raise UsageError(
                 f"optimizer variables must be floats to be averaged. Received: {variable.path!r} of dtype "
-                f"{variable.dtype}. Use slots='keep' (--average-slots keep)."
+                f"{variable.dtype}. Use {option('average_slots', 'keep')}."
             )
     return _floats(found)
 

@@ -25,7 +25,7 @@ from hvdtrain.local_sgd.flat_variables import FlatVariables, arrays
 from hvdtrain.local_sgd.outer_optimizer import Flats, make_outer_optimizer
 from hvdtrain.local_sgd.pending_average import PendingAverage
 from hvdtrain.local_sgd.sync_interval import SyncInterval
-from hvdtrain.optim.hook_state import gradient_hooks
+from hvdtrain.optim.pipeline import pipeline_of
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
 
 
@@ -124,8 +124,8 @@ class ParameterAverager:
             DisagreementError: ranks differ in options or model.
         """
         if self._anchor is None:
-            installed = [gradient_hooks(each) for each in optimizers_of(self._model)]
-            if any(hooks is not None and hooks.collectives is self._collectives for hooks in installed):
+            pipelines = [pipeline_of(each) for each in optimizers_of(self._model)]
+            if any(each is not None and each.reduce.collectives is self._collectives for each in pipelines):
                 raise UsageError(
                     "local SGD needs a plain optimizer: one that averages gradients over all ranks leaves nothing to "
                     "average. Received: a distributed optimizer. Compile the model with the plain one."

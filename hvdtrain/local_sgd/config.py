@@ -5,8 +5,7 @@ from typing import Literal
 
 from cyclopts import Parameter
 
-from hvdtrain.config.fields import Config, default_of, flag_of, help_group, require
-from hvdtrain.errors import UsageError
+from hvdtrain.config.fields import Config, help_group, require
 
 
 @Parameter(name="*", group=help_group("Local SGD (--mode local)"))
@@ -54,27 +53,6 @@ class LocalSGDConfig(Config):
             lambda value: 0 <= value < 1,
             "at least 0 and below 1, or displacements add up without limit",
         )
-        if self.outer == "average":
-            for name in ("outer_learning_rate", "outer_momentum"):
-                if (value := getattr(self, name)) != default_of(LocalSGDConfig, name):
-                    raise UsageError(
-                        f"{flag_of(name)} needs --outer nesterov. Received: {value} with --outer average. Leave "
-                        f"{flag_of(name)} out."
-                    )
-        if self.in_background and self.average_slots == "average":
-            raise UsageError(
-                "--overlap and --wait-free need --average-slots keep: a late average could make Adam's second moments "
-                "negative. Received: --average-slots average."
-            )
-        if self.wait_free and self.average_across == "host":
-            raise UsageError(
-                "--wait-free needs ranks that step independently; with --average-across host the ranks of a host wait "
-                "for each other at every step. Received: both. Leave one of them out."
-            )
-        if self.wait_free and self.sync_schedule != "constant":
-            raise UsageError(
-                f"--wait-free needs --sync-schedule constant. Received: {self.sync_schedule}. Leave one of them out."
-            )
 
     @property
     def in_background(self) -> bool:

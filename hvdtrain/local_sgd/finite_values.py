@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.errors import NonFiniteError
 
 
@@ -33,6 +34,6 @@ def non_finite_error(paths_of_ranks: Sequence[Sequence[str]], rank: int | None =
     ]
     return NonFiniteError(
         f"parameters must be finite to be averaged. Received: {'; '.join(culprits) or 'an overflow of their sum'}. "
-        "Lower the learning rate, or clip gradients (--clip-norm).",
+        f"Lower the learning rate, or clip gradients ({option('clip_norm', argument='global_clipnorm')}).",
         rank=rank,
     )

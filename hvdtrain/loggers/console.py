@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from hvdtrain.config.wording import option
 from hvdtrain.loggers.reporter import Reporter, RunShape
 
 
@@ -63,8 +64,9 @@ class ConsoleReporter(Reporter):
 
     def already_complete(self, steps: int, path: Path | str) -> None:
         self._line(
-            f"run already complete: {path}, {steps} steps. Nothing was trained. To continue, increase --steps or "
-            "--epochs; to train from scratch, use another --run-dir."
+            f"run already complete: {path}, {steps} steps. Nothing was trained. To continue, increase "
+            f"{option('steps')} or {option('epochs')}; to train from scratch, use another "
+            f"{option('run_dir', argument='folder')}."
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,10 +37,11 @@ def logger_names(text: str | None) -> list[str]:
     for name in names:
         logger = _LOGGERS.get(name)
         if logger is None:
-            raise UsageError(f"--loggers must be a list of {', '.join(_LOGGERS)}. Received: {text!r}")
+            raise UsageError(f"{option('loggers')} must be a list of {', '.join(_LOGGERS)}. Received: {text!r}")
         if logger.library is not None and importlib.util.find_spec(logger.library) is None:
             raise UsageError(
-                f"--loggers {name} needs the package {logger.library}. Received: a Python without it. Install it: "
+                f"{option('loggers', name)} needs the package {logger.library}. Received: a Python without it. "
+                "Install it: "
                 f"HVDTRAIN_EXTRAS={logger.library} launch/run …, or pip install 'hvdtrain[{logger.library}]'"
             )
     return list(dict.fromkeys(names))

@@ -7,7 +7,6 @@ from typing import Literal
 from cyclopts import Parameter
 
 from hvdtrain.config.fields import Config, help_group, require
-from hvdtrain.errors import UsageError
 
 
 @Parameter(name="*", group=help_group("Optimizer"))
@@ -34,13 +33,6 @@ class OptimizerConfig(Config):
             require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
         require(self, "weight_decay", lambda value: math.isfinite(value) and value >= 0, "a finite number, at least 0")
         require(self, "ema", lambda value: 0 <= value < 1, "at least 0 and below 1")
-        if self.ema_ramp and self.ema is None:
-            raise UsageError("--ema-ramp needs --ema. Received: no --ema. Set it, or leave --ema-ramp out.")
-        if self.clip_norm is not None and self.clip_value is not None:
-            raise UsageError(
-                "--clip-norm and --clip-value exclude each other. Received: "
-                f"{self.clip_norm} and {self.clip_value}. Set one of them."
-            )
 
 
 @Parameter(name="*", group=help_group("Learning rate"))
@@ -70,8 +62,3 @@ class LearningRateConfig(Config):
         require(self, "warmup_steps", lambda value: value >= 0, "at least 0")
         for name in ("lr_decay_steps", "lr_decay_epochs"):
             require(self, name, lambda value: value >= 1, "at least 1")
-        if self.lr_decay_steps is not None and self.lr_decay_epochs is not None:
-            raise UsageError(
-                "--lr-decay-steps and --lr-decay-epochs exclude each other. Received: "
-                f"{self.lr_decay_steps} and {self.lr_decay_epochs}. Set one of them."
-            )

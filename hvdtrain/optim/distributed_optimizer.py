@@ -1,14 +1,17 @@
 """``hvd.DistributedOptimizer`` for Keras 3: an optimizer that applies gradients reduced over all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.config import exclusions
+from hvdtrain.config.fields import facts_of
+from hvdtrain.config.wording import option
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.compressed_reduction import CompressedReducer, make_reducer
+from hvdtrain.distributed.compressed_reduction import make_reducer
 from hvdtrain.distributed.compression import Compression
 from hvdtrain.distributed.compression_memory import CompressionMemory
 from hvdtrain.distributed.compression_names import make_compression
@@ -17,10 +20,14 @@ from hvdtrain.distributed.gradient_reduction import GradientReducer
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.ema import moving_average_per_update, with_ramped_momentum
+from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.equal_start import EqualStart
-from hvdtrain.optim.hook_state import GradientHooks, gradient_hooks, model_hooks
-from hvdtrain.optim.hooks import install_gradient_hooks
-from hvdtrain.optim.sharded_updates import require_elementwise
+from hvdtrain.optim.fused_sgd import fused_update_step
+from hvdtrain.optim.keras_calls import call_pipeline
+from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
+from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
+from hvdtrain.optim.step_reduction import StepReduction
 
 
 def DistributedOptimizer(
@@ -60,6 +67,30 @@ def DistributedOptimizer(
     Raises:
         UsageError: an option breaks its rule, or the optimizer is distributed already.
     """
+    options: dict[str, Any] = {"groups": groups, "sparse_as_dense": sparse_as_dense, "shard_optimizer": shard_optimizer}
+    config = ReductionConfig(op=op, **options)  # type: ignore[arg-type]
+    return distribute(optimizer, config, make_compression(compression), collectives)
+
+
+def distribute(
+    optimizer: keras.optimizers.Optimizer,
+    config: ReductionConfig,
+    compression: Compression | None = None,
+    collectives: Collectives | None = None,
+    *,
+    local_variables: Callable[[], Sequence[keras.Variable]] = list,
+    ema_ramp: bool = False,
+) -> keras.optimizers.Optimizer:
+    """Makes an optimizer distributed, and returns it; see :func:`DistributedOptimizer`.
+
+    Args:
+        compression: replaces that of ``config``.
+        local_variables: returns the variables that each rank trains alone.
+        ema_ramp: whether the momentum of the EMA rises to its final value.
+
+    Raises:
+        UsageError: as :func:`DistributedOptimizer`.
+    """
     if not isinstance(optimizer, keras.optimizers.Optimizer) or is_horovods_own(optimizer):
         raise UsageError(
             "optimizer must be an optimizer of Keras 3 that Horovod has not wrapped. "
@@ -69,15 +100,49 @@ def DistributedOptimizer(
         raise UsageError(
             f"an optimizer must be wrapped once. Received: {optimizer.name}, which is distributed already."
         )
-    compressing = make_compression(compression)
-    options: dict[str, Any] = {"groups": groups, "sparse_as_dense": sparse_as_dense, "shard_optimizer": shard_optimizer}
-    reduction = ReductionConfig(op=op, **options)  # type: ignore[arg-type]
     collectives = collectives or runtime.current().collectives
+    facts = facts_of(config)
+    if compression is not None:
+        facts[exclusions.COMPRESSION] = option("compression", compression)
+    if collectives.may_change:
+        facts |= exclusions.facts_from(exclusions.ELASTIC)
+    if local_variables is not list:
+        facts |= exclusions.facts_from(exclusions.LOCAL_LAYERS)
+    if any(leaf.global_clipnorm is not None for leaf in leaves(optimizer)):
+        facts |= exclusions.facts_from(exclusions.GLOBAL_CLIP_NORM)
+    exclusions.require_compatible(facts, known=())
     for leaf in leaves(optimizer):
-        reducer = _make_reducer(leaf, collectives, reduction, compressing)
-        hooks = GradientHooks(reduction, collectives, reducer, EqualStart(collectives), compression=compressing)
-        install_gradient_hooks(leaf, hooks)
+        reduction = StepReduction(
+            config=config,
+            collectives=collectives,
+            reducer=_make_reducer(leaf, collectives, config, compression),
+            compression=compression,
+            local_variables=local_variables,
+        )
+        call_pipeline(leaf, make_pipeline(leaf, reduction, ema_ramp=ema_ramp))
     return optimizer
+
+
+def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -> GradientPipeline:
+    """The pipeline of an optimizer that is not distributed yet.
+
+    Args:
+        ema_ramp: whether the momentum of the EMA rises to its final value.
+    """
+    optimizer.update_step = fused_update_step(optimizer)
+    on_parts = None if reduction.sharded is None else shard_state(optimizer, reduction.sharded)
+    average = optimizer._update_model_variables_moving_average if on_parts is None else on_parts.average
+    if optimizer.gradient_accumulation_steps:
+        average = moving_average_per_update(optimizer)
+    return GradientPipeline(
+        start=EqualStart(reduction.collectives),
+        reduce=reduction,
+        clip=optimizer._clip_gradients if on_parts is None else on_parts.clip,
+        decay=optimizer._apply_weight_decay if on_parts is None else on_parts.decay,
+        update=optimizer._backend_update_step if on_parts is None else on_parts.update,
+        average=with_ramped_momentum(optimizer, average) if ema_ramp else average,
+        steps=EpochSteps(reduction.collectives),
+    )
 
 
 def _make_reducer(
@@ -88,16 +153,7 @@ def _make_reducer(
 ) -> GradientReducer:
     if not config.shard_optimizer:
         return make_reducer(collectives, config, compression)
-    if compression is not None:
-        raise UsageError(
-            f"a sharded optimizer sends whole gradients. Received: compression {compression}. Leave one of them out."
-        )
     require_elementwise(leaf)
-    if collectives.may_change:
-        raise UsageError(
-            "elastic jobs do not support --shard-optimizer: a lost rank takes its part of the state with it. Leave it "
-            "out, or use launch/run --restarts."
-        )
     return ShardedReduction(collectives, config) if collectives.reduces else collectives.gradient_reducer(config)
 
 
@@ -125,24 +181,14 @@ def PartialDistributedOptimizer(
     local = list(local_layers)
     if bad := [each for each in local if not isinstance(each, keras.layers.Layer | keras.Variable)]:
         raise UsageError(f"local_layers must be Keras layers or variables. Received: {bad[0]!r}")
-    for leaf in leaves(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else []:
-        if leaf.global_clipnorm is not None:
-            raise UsageError(
-                "with local_layers, the norm of all gradients differs between ranks, and so would the variables that "
-                f"they share. Received: global_clipnorm={leaf.global_clipnorm}. Use clipnorm or clipvalue."
-            )
-    if options.get("op") == "adasum":
-        raise UsageError("op must be average or sum with local_layers. Received: adasum")
-    if options.get("shard_optimizer"):
-        raise UsageError("with local_layers, shard_optimizer must be False: each rank updates its own. Received: True")
 
     def local_variables() -> list[keras.Variable]:
         return [v for each in local for v in (each.weights if isinstance(each, keras.layers.Layer) else [each])]
 
-    optimizer = DistributedOptimizer(optimizer, **options)
-    for leaf in leaves(optimizer):
-        require_hooks(leaf).local_variables = local_variables
-    return optimizer
+    collectives = options.pop("collectives", None)
+    compression = make_compression(options.pop("compression", ReductionConfig.compression))
+    config = ReductionConfig(**options)
+    return distribute(optimizer, config, compression, collectives, local_variables=local_variables)
 
 
 def require_distributed(
@@ -154,12 +200,9 @@ def require_distributed(
         UsageError: it accumulates another number of micro-batches than the trainer makes per step.
     """
     for leaf in leaves(optimizer):
-        hooks = gradient_hooks(leaf)
-        if hooks is not None and hooks.local_variables():
-            raise UsageError(
-                "a trainer keeps all replicas equal. Received: an optimizer with local_layers. Use model.fit or a loop "
-                "of your own."
-            )
+        pipeline = pipeline_of(leaf)
+        if pipeline is not None and pipeline.reduce.local_variables():
+            exclusions.require_compatible(exclusions.facts_from(exclusions.LOCAL_LAYERS, exclusions.TRAINER))
         if (leaf.gradient_accumulation_steps or 1) != gradient_accumulation_steps:
             raise UsageError(
                 "gradient_accumulation_steps of the trainer and of its optimizer must be equal. Received: "
@@ -169,50 +212,16 @@ def require_distributed(
         DistributedOptimizer(optimizer, collectives=collectives)
 
 
-def set_collectives(optimizer: keras.optimizers.Optimizer, collectives: Collectives) -> None:
-    """Makes a distributed optimizer average over other ranks from now on; compiled functions must be compiled anew."""
-    for leaf in leaves(optimizer):
-        hooks = require_hooks(leaf)
-        require_whole_state(hooks, "local SGD, in which each rank makes updates of its own")
-        before, hooks.collectives = hooks.reduce, collectives
-        hooks.reduce = make_reducer(collectives, hooks.reduction, hooks.compression)
-        if isinstance(before, CompressedReducer) and isinstance(hooks.reduce, CompressedReducer):
-            hooks.reduce.memory.continue_from(before.memory)
-
-
-def require_whole_state(hooks: GradientHooks, reason: str) -> None:
-    """Refuses a sharded optimizer for what needs all of its state on every rank.
-
-    Raises:
-        UsageError: the optimizer is sharded.
-    """
-    if hooks.sharded is not None:
-        raise UsageError(f"--shard-optimizer (shard_optimizer=True) excludes {reason}. Leave one of them out.")
-
-
-def set_ema_ramp(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes the momentum of a distributed optimizer's EMA rise to its final value."""
-    for leaf in leaves(optimizer):
-        require_hooks(leaf).ema_ramp = True
-
-
 def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer reduces its gradients over ranks."""
-    return any(gradient_hooks(leaf) is not None for leaf in leaves(optimizer))
-
-
-def require_hooks(optimizer: keras.optimizers.Optimizer) -> GradientHooks:
-    """The hooks of an optimizer that is known to be distributed."""
-    hooks = gradient_hooks(optimizer)
-    assert hooks is not None, optimizer
-    return hooks
+    return any(pipeline_of(leaf) is not None for leaf in leaves(optimizer))
 
 
 def gradient_bytes(optimizer: keras.optimizers.Optimizer, updates: int) -> int:
     """The bytes of gradients that a rank passes to the allreduce in its first updates, sparse ones counted as dense."""
     total = 0
     for leaf in leaves(optimizer):
-        compression = require_hooks(leaf).compression
+        compression = require_pipeline(leaf).reduce.compression
         num_whole = updates if compression is None else min(updates, compression.start_after)
         for variable in leaf._trainable_variables:
             dtype = tf.as_dtype(variable.dtype)
@@ -225,5 +234,5 @@ def gradient_bytes(optimizer: keras.optimizers.Optimizer, updates: int) -> int:
 
 def compression_memories(model: keras.Model) -> list[CompressionMemory]:
     """What the compressed reductions of a model's optimizers keep, in order."""
-    reducers = [hooks.reduce for hooks in model_hooks(model)]
-    return [each.memory for each in reducers if isinstance(each, CompressedReducer)]
+    memories = [pipeline.reduce.memory for _, pipeline in pipelines_of(model)]
+    return [memory for memory in memories if memory is not None]

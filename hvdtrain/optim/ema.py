@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.config import exclusions
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.shards import part_of
-from hvdtrain.errors import UsageError
-from hvdtrain.optim.hook_state import model_hooks
+from hvdtrain.optim.pipeline import pipelines_of
 
 
 def keeps_ema(model: keras.Model) -> bool:
@@ -53,27 +53,27 @@ def require_whole_ema(model: keras.Model, callbacks: Sequence[keras.callbacks.Ca
         UsageError: a sharded model is to be trained with it.
     """
     swaps = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
-    if swaps and any(hooks.sharded is not None for hooks in model_hooks(model)):
-        raise UsageError(
-            "SwapEMAWeights needs the whole EMA on every rank. Received: a sharded optimizer. Leave the callback out "
-            "(Trainer evaluates the EMA without it), or shard_optimizer."
-        )
+    if swaps and any(pipeline.reduce.sharded is not None for _, pipeline in pipelines_of(model)):
+        exclusions.require_compatible(exclusions.facts_from(exclusions.SHARDED_OPTIMIZER, exclusions.SWAPPED_EMA))
 
 
-@contextmanager
-def ramped_momentum(optimizer: Any) -> Iterator[None]:
-    """In the block the EMA's momentum is the smaller of its final value and ``(1 + n) / (10 + n)`` after n updates.
+def with_ramped_momentum(optimizer: Any, average: Callable[..., None]) -> Callable[..., None]:
+    """An update of the EMA whose momentum is the smaller of its final value and ``(1 + n) / (10 + n)`` after n updates.
 
     The EMA of a short run is then not dominated by its first steps. As ``tf.train.ExponentialMovingAverage`` with
     ``num_updates``.
     """
-    final = optimizer.ema_momentum
-    updates = tf.cast(optimizer._iterations.value // (optimizer.gradient_accumulation_steps or 1), tf.float32)
-    optimizer.ema_momentum = tf.minimum(final, (1.0 + updates) / (10.0 + updates))
-    try:
-        yield
-    finally:
-        optimizer.ema_momentum = final
+
+    def update(*arguments: Any) -> None:
+        final = optimizer.ema_momentum
+        updates = tf.cast(optimizer._iterations.value // (optimizer.gradient_accumulation_steps or 1), tf.float32)
+        optimizer.ema_momentum = tf.minimum(final, (1.0 + updates) / (10.0 + updates))
+        try:
+            average(*arguments)
+        finally:
+            optimizer.ema_momentum = final
+
+    return update
 
 
 def after_last_micro_batch(optimizer: Any, action: Callable[..., None]) -> Callable[..., None]:

@@ -19,18 +19,37 @@ class EpochSteps:
 
     def __init__(self, collectives: Collectives):
         self._collectives = collectives
-        self._made = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self._has_batch = tf.Variable(0.0, trainable=False)
-        # Compiled: Horovod ignores the names of eager operations.
-        self._gather = tf.function(lambda has_ended: collectives.gather_rows(has_ended[tf.newaxis], _END_OF_DATA)[:, 0])
         self._ended_ranks: list[int] = []
-        self.ends_together = False
-        """Whether the length of the data is unknown; compiled steps must be compiled anew when it changes."""
+        self._is_active = self._ends_together = False
 
     @property
     def made(self) -> int:
         """Number of steps since the epoch began. (Keras' iterations also count a step that has found no data.)"""
         return int(self._made.numpy())
+
+    @property
+    def is_active(self) -> bool:
+        """Whether steps are counted."""
+        return self._is_active
+
+    def activate(self, *, ends_together: bool) -> bool:
+        """Counts steps from now on.
+
+        Args:
+            ends_together: whether the length of the data is unknown.
+
+        Returns:
+            Whether compiled steps must be compiled again.
+        """
+        if not self._is_active:
+            self._made = tf.Variable(0, trainable=False, dtype=tf.int64)
+            self._has_batch = tf.Variable(0.0, trainable=False)
+            gather = self._collectives.gather_rows
+            # Compiled: Horovod ignores the names of eager operations.
+            self._gather = tf.function(lambda has_ended: gather(has_ended[tf.newaxis], _END_OF_DATA)[:, 0])
+        is_new = not self._is_active or self._ends_together != ends_together
+        self._is_active, self._ends_together = True, ends_together
+        return is_new
 
     def begin(self) -> None:
         """Before the first step of an epoch."""
@@ -48,7 +67,7 @@ class EpochSteps:
             # A variable, because TensorFlow would send a constant without waiting for a batch.
             has_ended = self._has_batch.read_value()
         checks = [has_ended]
-        if self.ends_together:
+        if self._ends_together:
             ended = self._gather(has_ended)
             checks = [
                 tf.cond(
@@ -66,7 +85,7 @@ class EpochSteps:
 
     def end(self) -> list[int]:
         """After the last step of an epoch: the ranks whose data has ended. All ranks must call it."""
-        if not self.ends_together:
+        if not self._ends_together:
             return list(range(self._collectives.size))
         # Those whose epoch was interrupted have been in this reduction, in their step.
         if not self._ended_ranks:

@@ -15,8 +15,11 @@ class EqualStart:
 
     def __init__(self, collectives: Collectives):
         self._is_compared = collectives.size == 1
-        self.broadcast: Callable[[], object] | None = None
-        """If not None, makes replicas equal at the first reduction: for a model that is built in its first step."""
+        self._broadcast: Callable[[], object] | None = None
+
+    def broadcast_first(self, broadcast: Callable[[], object]) -> None:
+        """Makes replicas equal at the first reduction, before they are compared: for a model that is built there."""
+        self._broadcast = broadcast
 
     def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
         """Compares the variables at the first call. All ranks must call it when they trace or make their first step.
@@ -34,8 +37,8 @@ class EqualStart:
             if not all(variable.value.is_initialized() for variable in variables):
                 return
             self._is_compared = True
-            if self.broadcast is not None:
-                self.broadcast()
+            if self._broadcast is not None:
+                self._broadcast()
             difference = first_difference(variables, collectives)
         if difference is not None:
             path, ranks = difference

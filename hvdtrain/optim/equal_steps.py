@@ -13,8 +13,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import require_whole_ema
-from hvdtrain.optim.epoch_steps import EpochSteps
-from hvdtrain.optim.hook_state import model_hooks, require_model_hooks
+from hvdtrain.optim.pipeline import pipelines_of, require_pipelines
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
@@ -39,12 +38,8 @@ class EqualSteps:
                 f"{_RULE} Received: {found}. Rank {all_ranks.index(fewest)} would end its epoch after step {fewest}, "
                 f"and the others would wait for it in the next. {_REMEDY}"
             )
-        hooks = require_model_hooks(model)[0]
-        before = hooks.epoch_steps
-        self._steps = hooks.epoch_steps = before or EpochSteps(collectives)
-        ends_together = None in all_ranks
-        if before is None or before.ends_together != ends_together:
-            self._steps.ends_together = ends_together
+        self._steps = require_pipelines(model)[0][1].steps
+        if self._steps.activate(ends_together=None in all_ranks):
             model.make_train_function(force=True)
 
     def epoch_begins(self, epoch: int) -> None:
@@ -133,12 +128,13 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_and_compare(model: keras.Model, *arguments: Any, **named: Any) -> Any:
         call = signature.bind(model, *arguments, **named)
         callbacks = call.arguments.get("callbacks") or []
-        hooks = next(iter(model_hooks(model)), None)
-        if hooks is not None and hooks.collectives.size > 1 and not isinstance(callbacks, keras.callbacks.CallbackList):
+        collectives = next((pipeline.reduce.collectives for _, pipeline in pipelines_of(model)), None)
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        if collectives is not None and collectives.size > 1 and not is_list:
             callbacks = tf.nest.flatten(callbacks)
             require_whole_ema(model, callbacks)
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
-                call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(hooks.collectives)]
+                call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(collectives)]
         return fit(*call.args, **call.kwargs)
 
     return fit_and_compare

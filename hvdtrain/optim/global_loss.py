@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.exclusions import COUNTED_LOSS, JIT_COMPILE, SCALAR_LOSS, Condition, Option, refusal_of
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import UsageError
 
@@ -25,7 +26,6 @@ _REMEDY = (
     "Return one value for each sample, and mask samples by sample_weight or a Keras mask. To average the losses of the "
     "ranks nevertheless, return the number once for each sample."
 )
-JIT_COMPILE = "--jit-compile"
 _NUM_CHECKS = 10
 _TOLERANCE = 1e-4
 _SMALL_LOSS = 0.1
@@ -40,12 +40,12 @@ class LossScope:
     """The weight by which this rank's loss is multiplied; None if all ranks have the same."""
     sums_gradients: bool = False
     """Whether gradients are added up over ranks instead of averaged."""
-    excluded_by: Sequence[str] = ()
+    excluded_by: Sequence[Option] = ()
     """The options because of which ranks cannot communicate in the forward pass."""
 
 
 class UncompilableLossError(UsageError):
-    """``--jit-compile`` excludes the loss. Raised while a step is traced."""
+    """``jit_compile`` excludes the loss. Raised while a step is traced."""
 
 
 _all_checks_left: list["weakref.ref[tf.Variable]"] = []
@@ -91,11 +91,7 @@ def loss_over_ranks(
     arguments, values = observed[-1]
     if keras.ops.ndim(values) == 0:
         if JIT_COMPILE in scope.excluded_by:
-            raise UncompilableLossError(
-                "--jit-compile excludes losses that return one number for a batch, because XLA leaves out the check "
-                f"that it is a mean over samples. Received: {loss.name}. Return one value for each sample, or leave "
-                "--jit-compile out."
-            )
+            _refuse(JIT_COMPILE, SCALAR_LOSS, loss)
         check = _require_mean_over_samples(loss, *arguments, value, scope)
         with tf.control_dependencies([check]):
             return tf.identity(value)
@@ -103,12 +99,13 @@ def loss_over_ranks(
     if count is None:
         return value
     if scope.excluded_by:
-        option = scope.excluded_by[0]
-        raise (UncompilableLossError if option == JIT_COMPILE else UsageError)(
-            f"{option} excludes losses that divide by the number of unmasked positions or by a sum of weights, which "
-            f"ranks add up in the forward pass. Received: {loss.name}. Leave {option} out."
-        )
+        _refuse(scope.excluded_by[0], COUNTED_LOSS, loss)
     return value * tf.cast(_share_of_count(count, scope), value.dtype)
+
+
+def _refuse(option: Option, kind: Condition, loss: Any) -> NoReturn:
+    refusal = refusal_of({option: str(option), kind: loss.name})
+    raise UncompilableLossError(refusal) if option == JIT_COMPILE else UsageError(refusal)
 
 
 def require_one_number(loss: tf.Tensor) -> None:

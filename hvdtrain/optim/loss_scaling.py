@@ -2,6 +2,7 @@
 
 import keras
 
+from hvdtrain.config.wording import option
 from hvdtrain.distributed.optimizers import leaves
 from hvdtrain.errors import NonFiniteError
 
@@ -32,6 +33,6 @@ def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int, 
             raise NonFiniteError(
                 f"loss and gradients must be finite. At step {step} the loss scale has fallen to {scale:g}: the loss "
                 "itself is not finite, or a gradient is at any scale. Lower the learning rate, clip gradients "
-                "(--clip-norm), or use --mixed-precision bfloat16.",
+                f"({option('clip_norm', argument='global_clipnorm')}), or use bfloat16.",
                 rank=rank,
             )

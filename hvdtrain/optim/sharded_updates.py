@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.distributed.shards import Part, mark_part
 from hvdtrain.errors import UsageError
@@ -32,7 +33,7 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
         raise UsageError(
             f"a sharded optimizer must update each element of a variable by itself: {names}. Received: "
             f"{type(optimizer).__name__}, which may need whole variables. Use one of these, or leave "
-            "--shard-optimizer (shard_optimizer=True) out."
+            f"{option('shard_optimizer', True)} out."
         )
     if optimizer.built:
         raise UsageError(
@@ -41,29 +42,24 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
         )
 
 
-def sharded_methods(optimizer: Any, reduction: ShardedReduction) -> dict[str, Callable[..., Any]]:
-    """What replaces methods of an elementwise optimizer, so that it keeps and updates this rank's part of variables.
+def shard_state(optimizer: Any, reduction: ShardedReduction) -> "ShardedUpdates":
+    """Makes an elementwise optimizer keep the state of this rank's parts of variables; returns what updates them.
 
     Its variables are then the parts' state, under their usual names. Accumulated gradients stay whole: they are this
     rank's own, before the reduction. A saved model holds no state of the optimizer.
     """
-    updates = _ShardedUpdates(optimizer, reduction)
-    return {
-        "build": updates.build,
-        "add_variable_from_reference": updates.add_variable_from_reference,
-        "save_own_variables": lambda store: None,
-        "_get_variable_index": updates.get_variable_index,
-        "_use_weight_decay": updates.use_weight_decay,
-        "_clip_gradients": updates.clip_gradients,
-        "_apply_weight_decay": updates.apply_weight_decay,
-        "_backend_update_step": updates.update,
-        "_update_model_variables_moving_average": updates.update_ema,
-        "_overwrite_model_variables_with_average_value": updates.overwrite_with_ema,
-    }
+    updates = ShardedUpdates(optimizer, reduction)
+    optimizer.build = updates.build
+    optimizer.add_variable_from_reference = updates.add_variable_from_reference
+    optimizer.save_own_variables = lambda store: None
+    optimizer._get_variable_index = updates.get_variable_index
+    optimizer._use_weight_decay = updates.use_weight_decay
+    optimizer._overwrite_model_variables_with_average_value = updates.overwrite_with_ema
+    return updates
 
 
-class _ShardedUpdates:
-    """The methods that replace Keras' own; those of the optimizer's class do the work on parts."""
+class ShardedUpdates:
+    """The stages ``clip`` to ``average`` on parts of variables; Keras' own methods do the work."""
 
     def __init__(self, optimizer: Any, reduction: ShardedReduction):
         self._optimizer = optimizer
@@ -112,7 +108,7 @@ class _ShardedUpdates:
     def use_weight_decay(self, variable: Any) -> bool:
         return self._keras_use_weight_decay(self._whole(variable))
 
-    def clip_gradients(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Clips parts of gradients as Keras clips whole ones."""
         limit = self._optimizer.clipnorm or self._optimizer.global_clipnorm
         if not limit:
@@ -126,7 +122,7 @@ class _ShardedUpdates:
         factors = tf.unstack(limit / tf.maximum(tf.sqrt(squared), limit))
         return [each * tf.cast(factor, each.dtype) for each, factor in zip(gradients, factors, strict=True)]
 
-    def apply_weight_decay(self, variables: Sequence[keras.Variable]) -> None:
+    def decay(self, variables: Sequence[keras.Variable]) -> None:
         self._refresh(variables)
         self._keras_weight_decay([self._parts[self._key(each)] for each in variables])
 
@@ -139,7 +135,7 @@ class _ShardedUpdates:
         for part in parts:
             _free(part)
 
-    def update_ema(self, variables: Sequence[keras.Variable]) -> None:
+    def average(self, variables: Sequence[keras.Variable]) -> None:
         self._keras_update_ema([self._part(each).of(each.value) for each in variables])
 
     def overwrite_with_ema(self, variables: Sequence[keras.Variable]) -> None:

@@ -7,8 +7,7 @@ from typing import Literal
 from cyclopts import Parameter
 
 from hvdtrain.checkpoint.config import CheckpointConfig
-from hvdtrain.config.fields import Config, default_of, flag_of, help_group, option_names, require
-from hvdtrain.errors import UsageError
+from hvdtrain.config.fields import Config, help_group, require
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.loggers.config import LoggingConfig
 
@@ -54,13 +53,6 @@ class BalanceConfig(Config):
         require(self, "balance_every", lambda value: 1 <= value <= 512, "from 1 to 512")
         require(self, "max_batch_size", lambda value: value >= 1, "at least 1")
         require(self, "shares", _are_shares, "whole numbers from 0 to 1000000, not all of them 0, separated by commas")
-        if self.shares is not None and self.balance:
-            raise UsageError(
-                f"--shares and --balance exclude each other. Received: --shares {self.shares}. Leave one of them out."
-            )
-        for name in ("balance_every", "max_batch_size"):
-            if not self.balance and (value := getattr(self, name)) != default_of(BalanceConfig, name):
-                raise UsageError(f"{flag_of(name)} needs --balance. Received: {value} without it.")
 
     @property
     def is_active(self) -> bool:
@@ -99,9 +91,6 @@ class QuorumConfig(Config):
         require(self, "step_deadline", lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
         require(self, "step_grace", lambda value: 0 <= value <= 10, "from 0 to 10")
         require(self, "max_missed_updates", lambda value: value >= 1, "at least 1")
-        for name in ("step_deadline", "step_grace", "max_missed_updates", "record", "replay"):
-            if self.quorum is None and (value := getattr(self, name)) != default_of(QuorumConfig, name):
-                raise UsageError(f"{flag_of(name)} needs --quorum. Received: {value} without it.")
 
     @property
     def is_active(self) -> bool:
@@ -158,71 +147,6 @@ class StepConfig(Config):
         for name in ("batch_size", "global_batch_size", "gradient_accumulation_steps", "steps_per_execution"):
             require(self, name, lambda value: value >= 1, "at least 1")
         require(self, "seed", lambda value: 0 <= value < 1 << 32, "from 0 to 4294967295")
-        if self.mode == "local":
-            self._require_independent_ranks()
-        else:
-            for name in option_names(LocalSGDConfig):
-                value = getattr(self.local_sgd, name)
-                if value != default_of(LocalSGDConfig, name):
-                    raise UsageError(
-                        f"{flag_of(name)} needs --mode local. Received: {value!r} in sync mode. Add --mode local, or "
-                        "leave it out."
-                    )
-        if self.balancing.is_active and self.mode == "local":
-            raise UsageError(
-                "--balance and --shares divide the samples of a step that all ranks make together. Received: --mode "
-                "local, in which each rank makes steps of its own. Use --wait-free, or leave --mode local out."
-            )
-        if self.balancing.balance and self.jit_compile:
-            raise UsageError(
-                "--balance changes batch sizes, and XLA compiles each of them again. Received: --jit-compile. Leave "
-                "one of them out, or use --shares."
-            )
-        if self.stragglers.is_active:
-            self._require_separate_updates()
-        if self.rescale:
-            self._require_any_batch_size()
-        if self.jit_compile and self.sync_batchnorm:
-            raise UsageError(
-                "--jit-compile excludes --sync-batchnorm, which communicates in the forward pass. Received: both. "
-                "Leave one of them out."
-            )
-
-    def _require_separate_updates(self) -> None:
-        excluded = {
-            "--mode local, in which ranks do not make steps together": self.mode == "local",
-            "--gradient-accumulation-steps: use a larger --batch-size": self.gradient_accumulation_steps > 1,
-            "--steps-per-execution: ranks learn after each update which comes next": self.steps_per_execution > 1,
-            "--sync-batchnorm, which needs ranks in lockstep": self.sync_batchnorm,
-            "--balance and --shares, which measure or divide steps that all ranks make": self.balancing.is_active,
-            "--bad-samples: a rank alone cannot replace a micro-batch": self.guards.bad_samples > 0,
-        }
-        for reason, is_set in excluded.items():
-            if is_set:
-                raise UsageError(f"--quorum excludes {reason}. Received: both. Leave one of them out.")
-
-    def _require_any_batch_size(self) -> None:
-        excluded = {
-            "--global-batch-size, which stays": self.global_batch_size is not None,
-            "--mode local, in which ranks have made different numbers of steps": self.mode == "local",
-            "--quorum, whose ranks read ahead in parts of their own": self.stragglers.is_active,
-            "--remainder drop: the rest of an epoch may be less than a step": self.remainder == "drop",
-        }
-        for reason, is_set in excluded.items():
-            if is_set:
-                raise UsageError(f"--rescale excludes {reason}. Received: both. Leave one of them out.")
-
-    def _require_independent_ranks(self) -> None:
-        if self.gradient_accumulation_steps > 1:
-            raise UsageError(
-                "--gradient-accumulation-steps saves reductions, of which local SGD has few. Received: "
-                f"{self.gradient_accumulation_steps} in --mode local. Use larger batches, or a larger --sync-every."
-            )
-        if self.sync_batchnorm:
-            raise UsageError(
-                "--sync-batchnorm needs ranks in lockstep, which local SGD does not keep. Received: both. Leave "
-                "--sync-batchnorm out."
-            )
 
 
 def sync_config(config: StepConfig) -> StepConfig:
@@ -253,7 +177,3 @@ class TrainConfig(StepConfig):
         for name in ("steps", "epochs"):
             require(self, name, lambda value: value >= 1, "at least 1")
         require(self, "eval_every", lambda value: value >= 0, "at least 0")
-        if self.steps is not None and self.epochs is not None:
-            raise UsageError(
-                f"--steps and --epochs exclude each other. Received: {self.steps} and {self.epochs}. Set one of them."
-            )

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.optim.hooks import make_test_function
+from hvdtrain.optim.keras_calls import make_test_function
 from hvdtrain.training.returned_results import ReturnedResults
 
 

@@ -2,7 +2,7 @@
 
 from hvdtrain.loggers.reporter import Reporter
 from hvdtrain.optim.loss_scaling import require_usable_loss_scale
-from hvdtrain.training.gradient_monitor import culprits_text
+from hvdtrain.training.gradient_record import culprits_text
 from hvdtrain.training.step_runner import StepRunner
 
 
@@ -30,12 +30,12 @@ class Guards:
 
     def _report_skipped_steps(self) -> None:
         runner, progress = self._runner, self._runner.progress
-        skipped, independent = runner.monitor.skipped_steps(), runner.strategy.ranks_are_independent
-        if runner.monitor.applies is not None:
+        skipped, independent = runner.record.skipped_steps(), runner.strategy.ranks_are_independent
+        if runner.config.guards.on_nan == "skip":
             # Independent ranks skip steps of their own, and all ranks must take the same branch below.
             skipped = runner.total(skipped)
         if skipped > progress.reported_skipped_steps:
             progress.reported_skipped_steps = skipped
-            culprits = culprits_text(runner.monitor.culprits(runner.collectives))
+            culprits = culprits_text(runner.record.culprits(runner.collectives))
             where = "over all ranks" if independent else "on every rank"
             self._reporter.warned(progress.step, f"{skipped} step(s) skipped so far {where}; the last: {culprits}")

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.config.wording import option
 from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.sample_plan import split_batch
 from hvdtrain.errors import UsageError
-from hvdtrain.system import devices
 from hvdtrain.system.terminal import report
 from hvdtrain.training.config import BalanceConfig
 from hvdtrain.training.step_times import TimeShares
@@ -48,14 +48,13 @@ class LoadBalancer:
         self._times = times
         self._ranks_may_change = ranks_may_change
         self._num_changes = 0
-        if config.balance and devices.is_deterministic():
-            raise UsageError("--balance measures time. Received: deterministic mode. Use --shares, or leave one out.")
         plan = feed.plan
         self._has_shares = config.rank_shares is not None and not (ranks_may_change and plan.size == 1)
         if config.rank_shares is not None and self._has_shares:
             if len(config.rank_shares) != plan.size:
                 raise UsageError(
-                    f"--shares must have a number for each rank. Received: {config.shares} for {plan.size} rank(s)"
+                    f"{option('shares')} must have a number for each rank. Received: {config.shares} for {plan.size} "
+                    "rank(s)"
                 )
             feed.set_rank_batch_sizes(split_batch(plan.micro_batch_size, config.rank_shares, plan.micro_batch_size))
 
@@ -95,7 +94,7 @@ class LoadBalancer:
     def restart(self, rank: int) -> None:
         """Divides samples equally: others train together from now on, who may be other ranks than before."""
         if self._has_shares and rank == 0:
-            report(0, "--shares was for the ranks before; from now on, samples are divided equally")
+            report(0, f"{option('shares')} was for the ranks before; from now on, samples are divided equally")
         self._has_shares = False
 
     def gauges(self) -> dict[str, float]:

@@ -1,22 +1,17 @@
 """What the training loop does when the ranks of a job change: by default nothing, for they do not."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from hvdtrain.distributed.elastic import ElasticCollectives
-from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
-from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange
 from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.optim.distributed_optimizer import require_hooks
-from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.global_loss import end_checks
-from hvdtrain.optim.hook_state import model_hooks
-from hvdtrain.training.losses import sums_over_batch
 from hvdtrain.training.state import RunState
 from hvdtrain.training.step_runner import StepRunner, sample_plan
 from hvdtrain.training.strategies.strategy import Place
@@ -86,7 +81,6 @@ class ElasticMembers:
     ):
         if not isinstance(runner.collectives, ElasticCollectives):
             raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
-        require_supported(runner)
         self._runner = runner
         self._state = state
         self._watch = watch
@@ -105,9 +99,9 @@ class ElasticMembers:
         """A newcomer compiles its step alone, by making one; then it joins the others."""
         if not self._runner.strategy.ranks_are_independent:
             self._runner.keep_snapshot()
-        for hooks in model_hooks(self._runner.model):
-            # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
-            hooks.equal_start = EqualStart(SingleProcessCollectives())
+        # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
+        step = self._runner.train_step
+        step.use_pipelines([(leaf, dataclasses.replace(pipeline, start=None)) for leaf, pipeline in step.pipelines])
         self._coordinator.cut_with(self._collectives.cut)
         if self.is_newcomer:
             self._runner.train_step.run(1)
@@ -185,20 +179,3 @@ def make_members(
     if not isinstance(watch, ElasticWatch):
         return FixedMembers()
     return ElasticMembers(runner, state, watch, on_change=on_change, on_leave=on_leave)
-
-
-def require_supported(runner: StepRunner) -> None:
-    """Raises UsageError for what a job whose ranks change cannot do."""
-    config, op = runner.config, require_hooks(leaves_of(runner.model)[0]).reduction.op
-    # The size of the updates would depend on the number of ranks.
-    means_are_summed = op == "sum" and not sums_over_batch(runner.model, op, config.gradient_accumulation_steps)
-    unsupported = {
-        "--wait-free, in which ranks make different numbers of steps": config.local_sgd.wait_free,
-        "--overlap": config.local_sgd.overlap,
-        "--average-across host": config.local_sgd.average_across == "host",
-        "--sync-steps-first": config.local_sgd.sync_steps_first > 0,
-        "--op adasum, which needs MPI": op == "adasum",
-        "--op sum with a loss that is a mean over samples": means_are_summed,
-    }
-    if found := [name for name, is_used in unsupported.items() if is_used]:
-        raise UsageError(f"elastic jobs do not support {found[0]}. Leave it out, or use launch/run --restarts.")

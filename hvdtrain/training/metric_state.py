@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.hooks import observe_updates
+from hvdtrain.optim.keras_calls import observe_updates
 
 # Exact in float32 next to the values of most metrics, and far enough from them.
 _OFFSET = 1024

@@ -8,8 +8,8 @@ from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.loggers.config import LoggingConfig
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
-from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.loss_scaling import overflowed_steps
+from hvdtrain.optim.pipeline import require_pipeline
 from hvdtrain.system.gpu_usage import gpu_gauges
 from hvdtrain.system.terminal import stdout_is_terminal
 from hvdtrain.training.activations import Activations
@@ -64,7 +64,7 @@ class TrainingReport:
         runner = self._runner
         gauges = {
             "learning_rate": float(leaves_of(runner.model)[0].learning_rate),
-            "gradient_norm": runner.monitor.norm(),
+            "gradient_norm": runner.record.norm(),
             **runner.balancer.gauges(),
             **runner.strategy.gauges(),
             **gpu_gauges(),
@@ -76,7 +76,7 @@ class TrainingReport:
         """Reports histograms of weights, gradients and activations."""
         groups = {
             "weights": {variable.path: variable.numpy() for variable in self._runner.model.trainable_variables},
-            "gradients": self._runner.monitor.copies(),
+            "gradients": self._runner.record.copies(),
             "activations": self._activations.read(),
         }
         self._reporter.histograms(self._runner.progress.step, groups)
@@ -85,7 +85,7 @@ class TrainingReport:
         """A run's ``summary.json``, except for what only the command line knows."""
         runner, plan, progress = self._runner, self._runner.plan, self._runner.progress
         shape = self.shape(progress.step)
-        skipped = runner.monitor.skipped_steps() + overflowed_steps(runner.model.optimizer, runner.updates)
+        skipped = runner.record.skipped_steps() + overflowed_steps(runner.model.optimizer, runner.updates)
         return {
             "mode": runner.strategy.mode,
             "ranks": plan.size,
@@ -101,7 +101,7 @@ class TrainingReport:
             "bytes_reduced": runner.strategy.bytes_reduced,
             "skipped_steps": runner.total(skipped),
             "bad_samples": runner.quota.total(),
-            "compression_error": runner.monitor.compression_error(),
+            "compression_error": runner.record.compression_error(),
             **runner.strategy.summary(),
             **runner.balancer.summary(),
             "resumed_from": resumed_from,
@@ -114,7 +114,7 @@ class TrainingReport:
             return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
         fractions = {"communication_fraction": None}
         if runner.strategy.in_lockstep:
-            reduction = require_hooks(leaves_of(runner.model)[0]).reduction
+            reduction = require_pipeline(leaves_of(runner.model)[0]).reduce.config
             remedies = possible_remedies(runner.config, reduction, ranks_may_change=runner.collectives.may_change)
             fractions = runner.time_shares.summary(1000 * clock.seconds_per_step(), remedies)
         return {

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.optim.hooks import recorded_results
+from hvdtrain.optim.keras_calls import recorded_results
 
 
 class ReturnedResults:

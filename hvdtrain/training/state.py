@@ -22,12 +22,12 @@ class RunState:
         state = {
             **self.common(),
             "strategy": runner.strategy.state(),
-            "skipped_steps": runner.total(runner.monitor.skipped_steps()),
+            "skipped_steps": runner.total(runner.record.skipped_steps()),
         }
         rank_state = {
             "bad_samples": runner.quota.places,
             "steps": runner.train_step.steps_made,
-            "skipped_steps": runner.monitor.skipped_steps(),
+            "skipped_steps": runner.record.skipped_steps(),
             "strategy": runner.strategy.rank_state(),
         }
         checkpointer.save(
@@ -77,7 +77,7 @@ class RunState:
         runner.progress.restore(restored.state["progress"])
         runner.feed.plan = self.begin_plan(runner.plan, restored.state)
         own = restored.rank_state or self._on_other_ranks(restored.state)
-        runner.monitor.restore(own["skipped_steps"])
+        runner.record.restore(own["skipped_steps"])
         runner.times.restore(own["steps"])
         runner.quota.restore(own["bad_samples"])
         runner.balancer.restore(restored.state["balancing"])

@@ -6,7 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.config.fields import with_options
+from hvdtrain.config import exclusions
+from hvdtrain.config.exclusions import Fact
+from hvdtrain.config.fields import facts_of, with_options
+from hvdtrain.config.wording import option
 from hvdtrain.data import Source, Stream
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
@@ -22,14 +25,14 @@ from hvdtrain.optim.distributed_optimizer import (
     compression_memories,
     gradient_bytes,
     require_distributed,
-    require_hooks,
 )
-from hvdtrain.optim.hooks import synchronize_batch_normalization
+from hvdtrain.optim.keras_calls import synchronize_batch_normalization
+from hvdtrain.optim.pipeline import require_pipeline
 from hvdtrain.system import devices, network
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import StepConfig, TrainConfig
 from hvdtrain.training.eval_step import build_metrics
-from hvdtrain.training.gradient_monitor import GradientMonitor
+from hvdtrain.training.gradient_record import GradientRecord
 from hvdtrain.training.load_balancing import LoadBalancer
 from hvdtrain.training.losses import sums_over_batch
 from hvdtrain.training.progress import Progress
@@ -39,7 +42,7 @@ from hvdtrain.training.step_times import EXCHANGE_EVERY, StepTimes, TimeShares
 from hvdtrain.training.strategies.factory import make_strategy
 from hvdtrain.training.strategies.strategy import StrategyContext
 from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing, trace_train_step
-from hvdtrain.training.xla import is_chosen, require_compilable
+from hvdtrain.training.xla import is_chosen
 
 _UNLIMITED_STEPS = 10**9
 
@@ -74,7 +77,8 @@ class StepRunner:
         if not optimizers_of(model):
             raise UsageError(f"model {model.name!r} must be compiled with an optimizer. Received: a model without one.")
         jit_compile_is_optional = config.jit_compile is None
-        config = with_options(config, {"jit_compile": is_chosen(model, config, collectives)})
+        facts = {**facts_of(config), **_conditions(model, source, config, collectives)}
+        config = with_options(config, {"jit_compile": is_chosen(model, config, facts)})
         self.model = model
         self.source = source
         self.config = config
@@ -95,7 +99,14 @@ class StepRunner:
         accumulation = config.gradient_accumulation_steps
         for optimizer in optimizers_of(model):
             require_distributed(optimizer, accumulation, collectives)
-        op = require_hooks(leaves_of(model)[0]).reduction.op
+        reduction = require_pipeline(leaves_of(model)[0]).reduce
+        op = reduction.config.op
+        facts |= facts_of(config) | facts_of(reduction.config)
+        if reduction.compression is not None:
+            facts[exclusions.COMPRESSION] = option("compression", reduction.compression)
+        if not sums_over_batch(model, op, accumulation):
+            facts |= exclusions.facts_from(exclusions.MEAN_LOSS)
+        exclusions.require_compatible(facts)
         changes = config.balancing.balance or config.stragglers.is_active or config.guards.bad_samples > 0
         changes = changes or collectives.may_change or config.rescale
         weights = LossWeights(
@@ -104,19 +115,15 @@ class StepRunner:
             loss_sums=sums_over_batch(model, op, accumulation),
         )
         logging = logging or LoggingConfig(log_every=_UNLIMITED_STEPS)
-        self.monitor = GradientMonitor(
-            model,
-            self.times,
-            on_nan=config.guards.on_nan,
-            copy_every=logging.histograms_every,
-            compression_error_every=logging.log_every,
+        self.record = GradientRecord(
+            len(leaves_of(model)), copy_every=logging.histograms_every, compression_error_every=logging.log_every
         )
         self.train_step = TrainStep(
             model,
             self.feed,
             config,
             times=self.times,
-            monitor=self.monitor,
+            record=self.record,
             weights=weights,
             jit_compile_is_optional=jit_compile_is_optional,
         )
@@ -127,25 +134,12 @@ class StepRunner:
             collectives=collectives,
             sample_weight=self.train_step.sample_weight,
         )
-        if op == "adasum" and config.balancing.is_active:
-            raise UsageError(
-                "--balance and --shares need gradients that are averaged or summed. Received: an optimizer with "
-                "op='adasum'."
-            )
-        if config.rescale and isinstance(source, Stream):
-            raise UsageError(
-                "--rescale continues within an epoch, with other batches. Received: a tf.data.Dataset, which yields "
-                "them from its beginning only. Leave --rescale out, or use another source."
-            )
-        if config.jit_compile:
-            require_compilable(self.num_synchronized)
         self.strategy = make_strategy(
             StrategyContext(
                 model, lambda: self.plan, self.progress, self.feed, self.train_step, collectives, job_watch
             ),
             config,
             total_steps=total_steps or _UNLIMITED_STEPS,
-            num_synchronized=self.num_synchronized,
         )
 
     @property
@@ -164,7 +158,7 @@ class StepRunner:
         require_agreement("training data", self.source.facts(), collectives)
         self.quota.note_known(self.source.bad_samples)
         build_optimizer(model)
-        self.monitor.build(model.trainable_variables)
+        self.record.build(model.trainable_variables)
         require_agreement("model", replica_consistency.structure(model), collectives)
         replica_consistency.broadcast(model, collectives=collectives)
         self.build_metrics(required=self._has_fillers)
@@ -243,6 +237,22 @@ class StepRunner:
             start_s = time.perf_counter()
             self.strategy.run(last - before)
             clock.calls.append((max(1, self.progress.step - before), time.perf_counter() - start_s))
+
+
+def _conditions(model: keras.Model, source: Source, config: StepConfig, collectives: Collectives) -> dict[Fact, str]:
+    """What is known of a run besides its options."""
+    layers = model._flatten_layers(include_self=False)
+    synchronizes = any(isinstance(each, keras.layers.BatchNormalization) and each.synchronized for each in layers)
+    found = exclusions.facts_from(
+        *([exclusions.ELASTIC] if collectives.may_change else []),
+        *([exclusions.STREAM] if isinstance(source, Stream) else []),
+        *([exclusions.EAGER_MODEL] if model.run_eagerly else []),
+        *([exclusions.SEVERAL_OPTIMIZERS] if len(leaves_of(model)) > 1 else []),
+        *([exclusions.SYNCHRONIZED_LAYERS] if synchronizes and not config.sync_batchnorm else []),
+    )
+    if devices.is_deterministic():
+        found[exclusions.DETERMINISTIC] = str(exclusions.DETERMINISTIC)
+    return found
 
 
 def _require_samples(model: keras.Model, element_spec: Any) -> None:

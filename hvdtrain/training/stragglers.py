@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.config.fields import with_options
+from hvdtrain.config import exclusions
+from hvdtrain.config.fields import facts_of
+from hvdtrain.config.wording import option
 from hvdtrain.distributed.config import ReductionConfig
-from hvdtrain.errors import UsageError
 from hvdtrain.system import devices
 from hvdtrain.training.config import QuorumConfig, StepConfig
 from hvdtrain.training.quorum_speedup import estimated_speedup
@@ -30,21 +31,13 @@ def possible_remedies(config: StepConfig, reduction: ReductionConfig, *, ranks_m
     """
     if config.mode != "sync" or config.balancing.is_active or config.stragglers.is_active:
         return []
-    possible = []
-    if not devices.is_deterministic() and reduction.op != "adasum" and _is_allowed(config, {"balance": True}):
-        possible.append("balance")
-    is_plain = (reduction.op, reduction.compression, reduction.shard_optimizer) == ("average", "none", False)
-    if is_plain and not ranks_may_change and _is_allowed(config, {"quorum": 1}):
-        possible.append("quorum")
-    return possible
-
-
-def _is_allowed(config: StepConfig, values: dict[str, Any]) -> bool:
-    try:
-        with_options(config, values)
-    except UsageError:
-        return False
-    return True
+    facts = facts_of(config, reduction)
+    if devices.is_deterministic():
+        facts[exclusions.DETERMINISTIC] = ""
+    if ranks_may_change:
+        facts |= exclusions.facts_from(exclusions.ELASTIC)
+    remedies = {"balance": exclusions.BALANCE, "quorum": exclusions.QUORUM}
+    return [name for name, fact in remedies.items() if exclusions.first_broken({**facts, fact: ""}) is None]
 
 
 def remedy(ready: np.ndarray, possible: Collection[str] = REMEDIES) -> dict[str, Any] | None:
@@ -61,14 +54,14 @@ def remedy(ready: np.ndarray, possible: Collection[str] = REMEDIES) -> dict[str,
         return None  # too short to be measured
     quorum_gain, quorum = _best_quorum(ready)
     candidates = [
-        ("balance", "--balance", _gain_of_balancing(ready), _MIN_GAIN_OF_BALANCING),
-        ("quorum", f"--quorum {quorum}", quorum_gain, _MIN_GAIN_OF_QUORUM),
+        ("balance", option("balance", True), _gain_of_balancing(ready), _MIN_GAIN_OF_BALANCING),
+        ("quorum", option("quorum", quorum), quorum_gain, _MIN_GAIN_OF_QUORUM),
     ]
-    worthwhile = [(gain, option) for name, option, gain, least in candidates if name in possible and gain >= least]
+    worthwhile = [(gain, text) for name, text, gain, least in candidates if name in possible and gain >= least]
     if not worthwhile:
         return None
-    speedup, option = max(worthwhile)
-    return {"option": option, "speedup": speedup}
+    speedup, best = max(worthwhile)
+    return {"option": best, "speedup": speedup}
 
 
 def _gain_of_balancing(ready: np.ndarray) -> float:

@@ -9,31 +9,32 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.exclusions import JIT_COMPILE, QUORUM, Option
+from hvdtrain.config.wording import option
 from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.distributed import replica_consistency
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import values_of, with_values
-from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
-from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.optimizers import optimizers_of
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
-from hvdtrain.optim.distributed_optimizer import require_hooks
-from hvdtrain.optim.equal_start import EqualStart
-from hvdtrain.optim.global_loss import JIT_COMPILE, UncompilableLossError, loss_error, require_one_number
-from hvdtrain.optim.hook_state import LoopHooks, model_hooks
-from hvdtrain.optim.hooks import install_loop_hooks, run_train_step
+from hvdtrain.optim.global_loss import UncompilableLossError, loss_error, require_one_number
+from hvdtrain.optim.keras_calls import call_weigh_and_mark, finite_losses, run_train_step
+from hvdtrain.optim.pipeline import Pipelines, Scope, in_scope, pipelines_of, require_pipelines
 from hvdtrain.training.config import StepConfig
-from hvdtrain.training.gradient_monitor import GradientMonitor, is_not_finite
+from hvdtrain.training.gradient_checks import DeviceCheck, host_checks, is_not_finite
+from hvdtrain.training.gradient_record import GradientRecord
 from hvdtrain.training.held_gradients import gradients_of_step
+from hvdtrain.training.loss_marker import LossMarker
 from hvdtrain.training.returned_results import ReturnedResults
 from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import StepTimes
 from hvdtrain.training.xla import (
     LargeSparseGradientError,
     UncompilableModelError,
-    compiled_train_step,
     compiles_update,
-    dense_gradients,
     is_uncompilable,
+    pipelines_on_device,
 )
 
 
@@ -56,7 +57,7 @@ class TrainStep:
         model: a compiled Keras model with a distributed optimizer.
         feed: this rank's micro-batches.
         times: counts the steps and records where their time is spent.
-        monitor: receives losses and gradients.
+        record: receives what is found in the gradients.
         jit_compile_is_optional: whether XLA is left out instead of refusing a loss that it excludes.
     """
 
@@ -67,17 +68,18 @@ class TrainStep:
         config: StepConfig,
         *,
         times: StepTimes,
-        monitor: GradientMonitor,
+        record: GradientRecord,
         weights: LossWeights,
         jit_compile_is_optional: bool = False,
     ):
         self._model = model
         self._feed = feed
         self._times = times
-        self._monitor = monitor
+        self._record = record
         self._weights = weights
         self._jit_compile, self._jit_compile_is_optional = bool(config.jit_compile), jit_compile_is_optional
-        self._compiles_update = self._jit_compile and not monitor.needs_gradients and compiles_update(model, config)
+        self._compiles_update = self._jit_compile and not record.copy_every and compiles_update(model, config)
+        self._has_quorum = config.stragglers.is_active
         self._micro_batches_per_step = config.gradient_accumulation_steps
         self.max_steps = config.steps_per_execution
         """The most steps that one call can make."""
@@ -90,37 +92,59 @@ class TrainStep:
         # Horovod's operations cannot be part of a cluster compiled by XLA, which Keras chooses on a GPU.
         model.jit_compile = False
         model.steps_per_execution = 1
+        on_nan = config.guards.on_nan
+        scales_loss = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        self._skips = on_nan == "skip"
+        self._leaves_out_losses = self._skips or scales_loss
         # A skipped step has gone through BatchNormalization, whose statistics would keep its NaN: they are reset to
         # their values at the start of the step.
         self._statistics: list[tuple[keras.Variable, tf.Variable]] = []
-        if monitor.applies is not None:
+        if self._skips:
             variables = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
             self._statistics = [(each, tf.Variable(each.value, trainable=False)) for each in variables]
-        scales_loss = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        skips_non_finite = config.guards.on_nan == "skip" or scales_loss
-        self._hooks = LoopHooks(
-            self._weigh_loss,
-            self._prepare_gradients,
-            skips_non_finite,
-            sample_weight=self.sample_weight,
-            excluded_by=[
-                option
-                for option, is_set in (("--quorum", config.stragglers.is_active), (JIT_COMPILE, self._jit_compile))
-                if is_set
-            ],
-        )
-        install_loop_hooks(model, self._hooks)
         self._step_weight = tf.Variable(0.0, trainable=False)
         """This rank's mean weight in the micro-batches of the current step so far."""
         self._divides_by_weight = config.guards.bad_samples > 0 and not weights.loss_sums
         """Whether samples may be left out of a mean over samples."""
-        for leaf in leaves_of(model):
-            require_hooks(leaf).step_weight = self._step_weight.read_value if self._divides_by_weight else None
+        self._marker = LossMarker(times)
+        self._device_check = DeviceCheck(record, self._marker, on_nan=on_nan)
+        for optimizer in optimizers_of(model):
+            call_weigh_and_mark(optimizer)
+        own = require_pipelines(model)
+        self._checks = host_checks(len(own), record, self._marker, times, on_nan=on_nan)
+        step_weight = self._step_weight.read_value if self._divides_by_weight else None
+        self._pipelines: Pipelines = [
+            (
+                leaf,
+                dataclasses.replace(
+                    pipeline,
+                    weigh=self._weigh_loss,
+                    mark=self._mark_gradients,
+                    reduce=dataclasses.replace(pipeline.reduce, step_weight=step_weight),
+                    check=check,
+                ),
+            )
+            for (leaf, pipeline), check in zip(own, self._checks, strict=True)
+        ]
         # One compiled function for calls of every length: a rank that completes a call after an error has to meet the
         # others in theirs.
         self._is_single = self.max_steps * self._micro_batches_per_step == 1
         self._iterator: Iterator[Any] | None = None
         self._call: Callable[..., Any] = self._run_one
+
+    @property
+    def pipelines(self) -> Pipelines:
+        """What happens to the gradients of the optimizers."""
+        return self._pipelines
+
+    def use_pipelines(self, pipelines: Pipelines) -> None:
+        """Makes steps with other pipelines from now on: compiles them again."""
+        self._pipelines = pipelines
+        self._iterator = None
+
+    @property
+    def _collectives(self) -> Collectives:
+        return self._pipelines[0][1].reduce.collectives
 
     @property
     def steps_made(self) -> int:
@@ -135,13 +159,21 @@ class TrainStep:
         """While a step is traced: the weight of this rank's micro-batch; None if all have the same."""
         return self._sample_weight
 
-    def weigh_ranks_equally(self) -> None:
-        """From now on this rank's samples have the same weight in its steps, however many the other ranks have."""
+    def train_over(self, collectives: Collectives) -> None:
+        """Reduces over other ranks from now on, whose samples all have the same weight, however many a rank has."""
         self._weights = dataclasses.replace(self._weights, loss_sums=True)
         self._divides_by_weight = False
-        for leaf in leaves_of(self._model):
-            require_hooks(leaf).step_weight = None
-        self._iterator = None
+        self.use_pipelines(
+            [
+                (
+                    leaf,
+                    dataclasses.replace(
+                        pipeline, reduce=dataclasses.replace(pipeline.reduce.over(collectives), step_weight=None)
+                    ),
+                )
+                for leaf, pipeline in self._pipelines
+            ]
+        )
 
     def run(self, steps: int) -> None:
         """Makes one call of this many steps, skipping samples that cannot be read.
@@ -178,7 +210,7 @@ class TrainStep:
             NonFiniteError: a loss or a gradient was not finite, with ``on_nan='stop'``.
         """
         if self._compiles_update:
-            self._require_finite(self._monitor.halted_at.numpy())
+            self._require_finite(int(self._device_check.halted_at.numpy()))
 
     def _require_finite(self, halted_at: int) -> None:
         if halted_at:
@@ -213,7 +245,7 @@ class TrainStep:
             if self._jit_compile and is_uncompilable(error):
                 cause = next(line for line in str(error).splitlines() if "XLA" in line)
                 raise UncompilableModelError(
-                    f"XLA cannot compile this model: {cause}. Set --no-jit-compile."
+                    f"XLA cannot compile this model: {cause}. Set {option('jit_compile', False)}."
                 ) from error
             raise
 
@@ -234,7 +266,7 @@ class TrainStep:
             raise
 
     def _not_finite(self, step: int) -> NonFiniteError:
-        return self._monitor.error(step, require_hooks(leaves_of(self._model)[0]).collectives)
+        return self._record.error(step, self._collectives)
 
     def _compile_for(self, iterator: Iterator[Any]) -> None:
         # The iterator is captured by the function: passing it at each call costs Python as long as a small step.
@@ -251,7 +283,7 @@ class TrainStep:
 
     def _checking_the_call_before(self, run: Callable[..., None], *arguments: tf.Tensor) -> tf.Tensor:
         """Returns whether the calls so far halted, which is copied to the host while a GPU computes this one."""
-        halted_at = self._monitor.halted_at.read_value()
+        halted_at = self._device_check.halted_at.read_value()
         with tf.device("CPU"):
             on_host = tf.identity(halted_at)
         run(*arguments)
@@ -269,46 +301,61 @@ class TrainStep:
         # If the iterator fails, nothing of the step may have happened: counters and random states do not depend on
         # the batch, and would otherwise get ahead of the other ranks'.
         with tf.control_dependencies(tf.nest.flatten((data, sample_weight), expand_composites=True)):
-            self._train_on_batch(data, sample_weight)
-            self._count()
+            with self._traced() as scope:
+                self._train_on_batch(data, sample_weight)
+            self._count(scope)
 
-    def _count(self) -> None:
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[Scope]:
+        """In the block, a part of a step is traced."""
+        leaves_out = finite_losses(self._model) if self._leaves_out_losses else contextlib.nullcontext()
+        with in_scope(self._pipelines) as scope, leaves_out:
+            try:
+                yield scope
+            finally:
+                self._sample_weight = self._loss = None
+
+    def _count(self, scope: Scope) -> None:
         # A step that raises must not be counted: count after an update by each optimizer.
-        updated = [hooks.variables for hooks in model_hooks(self._model) if hooks.variables]
+        updated = [each.variables for each in scope.applied if each.variables]
         smallest = [min(each, key=lambda variable: variable.value.shape.num_elements()) for each in updated]
         with tf.control_dependencies([variable.value.read_value() for variable in smallest]):
             self._times.end_micro_batch()
 
     def gradients(self, data: Any, sample_weight: tf.Tensor) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
         """This rank's gradients of a micro-batch, multiplied by its weight, and their variables; updates nothing."""
-        self._sample_weight, self._loss = sample_weight, None
         for variable, copy in self._statistics:
             copy.assign(variable.value)
-        try:
+        with self._traced():
+            self._sample_weight = sample_weight
             try:
-                self._loss, found, variables = self._held_gradients(data)
+                found, variables = self._gradients(data, option=QUORUM)
             except UncompilableLossError as error:
                 self._leave_out_xla(error)
-                self._loss, found, variables = self._held_gradients(data)
-            prepared = self._prepare_gradients(found, self._loss is not None)
-            self._monitor.end_gradients()
-            return prepared, variables
-        finally:
-            self._sample_weight = self._loss = None
+                found, variables = self._gradients(data, option=QUORUM)
+            marked = self._mark_gradients(found, self._loss is not None)
+            self._marker.end_gradients()
+            return marked, variables
 
-    def _held_gradients(self, data: Any) -> tuple[tf.Tensor | None, Sequence[Any], Sequence[keras.Variable]]:
+    def _gradients(self, data: Any, *, option: Option) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
         model = self._model
         train_step = model.train_step if self._jit_compile else partial(self.returned.run, model, model.train_step)
-        return gradients_of_step(
-            model, train_step, data, lambda: self._loss, option="--quorum", jit_compile=self._jit_compile
+        run = partial(self._run_train_step, train_step)
+        self._loss, found, variables = gradients_of_step(
+            model, run, data, lambda: self._loss, option=option, jit_compile=self._jit_compile
         )
+        return found, variables
+
+    def _run_train_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+        excluding = ((QUORUM, self._has_quorum), (JIT_COMPILE, self._jit_compile))
+        excluded_by = [each for each, is_set in excluding if is_set]
+        return run_train_step(self._model, train_step, data, sample_weight=self.sample_weight, excluded_by=excluded_by)
 
     def _leave_out_xla(self, error: UncompilableLossError | None = None) -> None:
         """Continues to trace a step without XLA, unless it was asked for."""
         if error is not None and not self._jit_compile_is_optional:
             raise error
         self._jit_compile, self._compiles_update, self._loss = False, False, None
-        self._hooks.excluded_by = [option for option in self._hooks.excluded_by if option != JIT_COMPILE]
 
     def update(self, gradients: Sequence[Any], variables: Sequence[keras.Variable], has_contributed: tf.Tensor) -> None:
         """Makes a step of reduced gradients.
@@ -316,11 +363,12 @@ class TrainStep:
         Args:
             has_contributed: whether this rank's :meth:`gradients` are part of them.
         """
-        with self._monitor.update_of(has_contributed):
-            self._model.optimizer.apply(gradients, variables)
-        if (applies := self._monitor.applies) is not None:
-            _restore_unless(applies.read_value() | ~has_contributed, self._statistics)
-        self._count()
+        with self._traced() as scope:
+            with self._marker.update_of(has_contributed):
+                self._model.optimizer.apply(gradients, variables)
+            if (applies := self._checks[0].applies) is not None:
+                _restore_unless(applies.read_value() | ~has_contributed, self._statistics)
+        self._count(scope)
 
     @property
     def times(self) -> StepTimes:
@@ -339,67 +387,68 @@ class TrainStep:
                 self._compiles_update = False
         if self._jit_compile:
             try:
-                self._make_step(sample_weight, partial(self._compute_then_update, data))
+                self._make_step(sample_weight, partial(self._compute_then_apply, data))
                 return
             except UncompilableLossError as error:
                 self._leave_out_xla(error)
         train_step = partial(self.returned.run, model, model.train_step)
-        self._make_step(sample_weight, lambda: run_train_step(model, train_step, data))
+        self._make_step(sample_weight, partial(self._run_train_step, train_step, data))
 
-    def _compute_then_update(self, data: Any) -> None:
+    def _compute_then_apply(self, data: Any) -> None:
         """Has XLA compile a step up to its gradients."""
-        self._loss, update = compiled_train_step(self._model, data, lambda: self._loss)
-        update()
+        gradients, variables = self._gradients(data, option=JIT_COMPILE)
+        self._model.optimizer.apply(gradients, variables)
 
     def _make_compiled_step(self, data: Any, sample_weight: tf.Tensor) -> None:
         """Has XLA compile a whole step, which updates everything and then restores it if a gradient is not finite."""
-        model = self._model
+        model, check = self._model, self._device_check
+        optimizer = model.optimizer
+        # Of a skipped step, Keras counts the iteration.
+        restored = [v for v in optimizer.variables if not self._skips or v is not optimizer.iterations]
+        restored += [*model.trainable_variables, *(variable for variable, _ in self._statistics)]
 
         def make(data: Any, sample_weight: tf.Tensor, step: tf.Tensor) -> None:
-            variables = [*model.trainable_variables, *self._restored_variables()]
-            before = [variable.value.read_value() for variable in variables]
-            with self._monitor.deciding_on_device(), dense_gradients(model):
-                self._make_step(sample_weight, lambda: run_train_step(model, model.train_step, data))
-            if (keeps := self._monitor.keeps_update(step)) is not None:
-                _restore_unless(keeps, zip(variables, before, strict=True))
+            before = [variable.value.read_value() for variable in restored]
+            check.begin()
+            with in_scope(pipelines_on_device(self._pipelines, check)):
+                self._run_weighted(sample_weight, partial(self._run_train_step, model.train_step, data))
+            if (keeps := check.keeps_update(step)) is not None:
+                _restore_unless(keeps, zip(restored, before, strict=True))
 
         function = tf.function(make, jit_compile=True, autograph=False)
         function(data, sample_weight, self._times.current_step())
         self._times.record_computation()
 
-    def _restored_variables(self) -> list[keras.Variable]:
-        """The optimizer's variables that a step does not change whose gradient is not finite."""
-        optimizer = self._model.optimizer
-        # Of a skipped step, Keras counts the iteration.
-        return [v for v in optimizer.variables if self._monitor.applies is None or v is not optimizer.iterations]
-
     def _make_step(self, sample_weight: tf.Tensor, train: Callable[[], object]) -> None:
-        """Runs a ``train_step`` with its loss weighted; restores what it changed in vain."""
-        model, applies = self._model, self._monitor.applies
+        """Makes a step; if it is skipped, the statistics of before are restored."""
+        applies = self._checks[0].applies
+        if applies is not None:
+            is_first = self._times.begins_step()
+            for variable, copy in self._statistics:
+                copy.assign(tf.where(is_first, variable.value, copy))
+        self._run_weighted(sample_weight, train)
+        if applies is not None:
+            _restore_unless(applies.read_value(), self._statistics)
+
+    def _run_weighted(self, sample_weight: tf.Tensor, train: Callable[[], object]) -> None:
+        """Runs a ``train_step`` with its loss weighted; a batch of weight zero does not change metrics."""
+        model = self._model
         self._sample_weight = sample_weight if self._weights.is_weighted else None
         self._loss = None
         if self._divides_by_weight:
             part = tf.cast(sample_weight, tf.float32) / self._micro_batches_per_step
             self._step_weight.assign(tf.where(self._times.begins_step(), part, self._step_weight + part))
-        try:
-            metrics = model.metrics_variables if self._weights.has_fillers else []
-            metrics_before = [tf.identity(variable.value) for variable in metrics]
-            if applies is not None:
-                is_first = self._times.begins_step()
-                for variable, copy in self._statistics:
-                    copy.assign(tf.where(is_first, variable.value, copy))
-            applies_before = self._hooks.num_applies
+        metrics = model.metrics_variables if self._weights.has_fillers else []
+        metrics_before = [tf.identity(variable.value) for variable in metrics]
+        with in_scope([]) as scope:
+            num_applied = len(scope.applied)
             train()
-            if self._hooks.num_applies == applies_before:
-                raise UsageError(
-                    "train_step must apply gradients by an optimizer that is an attribute of the model. Received: "
-                    f"{type(model).__name__}.train_step, which applies none. Assign the optimizer to the model."
-                )
-            _restore_unless(sample_weight > 0, zip(metrics, metrics_before, strict=True))
-            if applies is not None:
-                _restore_unless(applies.read_value(), self._statistics)
-        finally:
-            self._sample_weight = self._loss = None
+        if len(scope.applied) == num_applied:
+            raise UsageError(
+                "train_step must apply gradients by an optimizer that is an attribute of the model. Received: "
+                f"{type(model).__name__}.train_step, which applies none. Assign the optimizer to the model."
+            )
+        _restore_unless(sample_weight > 0, zip(metrics, metrics_before, strict=True))
 
     def _weigh_loss(self, loss: tf.Tensor) -> tf.Tensor:
         require_one_number(loss)
@@ -412,12 +461,12 @@ class TrainStep:
         weight = self._sample_weight > 0 if self._weights.loss_sums else self._sample_weight
         return value * tf.cast(weight, value.dtype)
 
-    def _prepare_gradients(self, gradients: Sequence[Any], loss_was_weighed: bool) -> Sequence[Any]:
+    def _mark_gradients(self, gradients: Sequence[Any], loss_was_weighed: bool) -> Sequence[Any]:
         if loss_was_weighed:
-            return self._monitor.mark_non_finite(self._loss, gradients)
+            return self._marker.mark(self._loss, gradients)
         # A user's own train_step need not call scale_loss. The gradient of a weighted loss is the weighted gradient.
         weighted = [None if each is None else with_values(each, self._weighted(values_of(each))) for each in gradients]
-        return self._monitor.mark_non_finite(None, weighted)
+        return self._marker.mark(None, weighted)
 
 
 def build_by_tracing(model: keras.Model, element_spec: Any) -> None:
@@ -446,13 +495,10 @@ def trace_train_step(model: keras.Model, element_spec: Any) -> None:
         element_spec: of ``(data, sample_weight)``, as the feed yields it.
     """
     data, _ = element_spec
-    distributed = model_hooks(model)
-    for hooks in distributed:
-        hooks.equal_start = EqualStart(SingleProcessCollectives())  # Replicas become equal later.
     step = tf.function(tf.autograph.experimental.do_not_convert(lambda data: [model.train_step(data), None][1]))
-    step.get_concrete_function(data)
-    for hooks in distributed:
-        hooks.equal_start = EqualStart(hooks.collectives)
+    # Replicas become equal later.
+    with in_scope([(leaf, dataclasses.replace(pipeline, start=None)) for leaf, pipeline in pipelines_of(model)]):
+        step.get_concrete_function(data)
     model.reset_metrics()
 
 

@@ -19,7 +19,6 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
-from hvdtrain.optim.hooks import remove_loop_hooks
 from hvdtrain.training.activations import Activations
 from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
@@ -373,7 +372,6 @@ class Trainer:
         if self._shows_ema:
             keep_ema_weights(self.model)
         self._callbacks.train_ends(self._progress.values)
-        remove_loop_hooks(self.model)
         resumed_from = None if restored is None else restored.step
         return {**self._report.summary(self._clock, resumed_from), **self._members.summary()}
 

@@ -30,12 +30,8 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.power_sgd import matrix_shape
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import (
-    compression_memories,
-    gradient_bytes,
-    require_hooks,
-    set_collectives,
-)
+from hvdtrain.optim.distributed_optimizer import compression_memories, gradient_bytes
+from hvdtrain.optim.pipeline import in_scope, require_pipeline
 
 SHAPES = [(3, 3, 8, 24), (40,), (32, 48), (4, 4), (64, 30)]
 COMPRESSED = [0, 2, 4]
@@ -248,11 +244,13 @@ def test_local_sgd_begins_with_what_was_not_sent():
     optimizer = powersgd(keras.optimizers.SGD(1.0))
     optimizer.build([variable])
     optimizer.apply([tf.constant(np.random.default_rng(RANK).normal(size=(64, 48)).astype(np.float32))], [variable])
-    error, before = require_hooks(optimizer).reduce.memory.errors[0].numpy(), variable.numpy()
+    pipeline = require_pipeline(optimizer)
+    error, before = pipeline.reduce.memory.errors[0].numpy(), variable.numpy()
     assert np.linalg.norm(error) > np.linalg.norm(before) > 0
-    set_collectives(optimizer, SingleProcessCollectives(RANK))
-    for _ in range(2):
-        optimizer.apply([tf.zeros((64, 48))], [variable])
+    alone = dataclasses.replace(pipeline, reduce=pipeline.reduce.over(SingleProcessCollectives(RANK)))
+    with in_scope([(optimizer, alone)]):
+        for _ in range(2):
+            optimizer.apply([tf.zeros((64, 48))], [variable])
     assert variable.numpy() == pytest.approx(before - error, abs=1e-5)
 
 

@@ -1,5 +1,6 @@
 """On all ranks: a sharded optimizer makes the updates of one process, and keeps 1/N of the state."""
 
+import dataclasses
 import warnings
 
 import keras
@@ -35,8 +36,8 @@ from hvdtrain.distributed.shards import Part, part_of, whole_of_arrays, whole_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.optim.loss_scaling import overflowed_steps
+from hvdtrain.optim.pipeline import in_scope, require_pipeline
 
 TOLERANCE = 1e-6
 
@@ -225,9 +226,11 @@ def test_parts_of_reduced_gradients_are_those_of_the_mean(dtype, piece_elements,
 def test_samples_that_are_left_out_do_not_count():
     ours, single = dense_model(), dense_model()
     optimizer, plain = sharded(keras.optimizers.SGD(0.1)), keras.optimizers.SGD(0.1)
-    require_hooks(optimizer).step_weight = lambda: tf.constant(0.25 if RANK == 0 else 1.0)
+    pipeline, weight = require_pipeline(optimizer), tf.constant(0.25 if RANK == 0 else 1.0)
+    weighted = dataclasses.replace(pipeline.reduce, step_weight=lambda: weight)
     x, y = samples(8 * SIZE)
-    one_step(ours, optimizer, x[RANK::SIZE], y[RANK::SIZE])
+    with in_scope([(optimizer, dataclasses.replace(pipeline, reduce=weighted))]):
+        one_step(ours, optimizer, x[RANK::SIZE], y[RANK::SIZE])
     plain.learning_rate = 0.1 / np.mean([0.25, *[1.0] * (SIZE - 1)])
     one_step(single, plain, x, y)
     assert relative_difference(values(ours.weights), values(single.weights)) < TOLERANCE

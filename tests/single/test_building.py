@@ -11,9 +11,10 @@ import hvdtrain
 from hvdtrain.commands import building, cli
 from hvdtrain.config.fields import as_dict
 from hvdtrain.data import Arrays, Data
+from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import set_ema_ramp
+from hvdtrain.optim.distributed_optimizer import distribute
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.step_runner import sample_plan
@@ -112,8 +113,7 @@ def test_the_momentum_of_the_average_rises(accumulation):
     optimizer = keras.optimizers.SGD(
         0.1, use_ema=True, ema_momentum=0.3, gradient_accumulation_steps=accumulation if accumulation > 1 else None
     )
-    hvdtrain.DistributedOptimizer(optimizer)
-    set_ema_ramp(optimizer)
+    distribute(optimizer, ReductionConfig(), ema_ramp=True)
     optimizer.build(model.trainable_variables)
 
     @tf.function

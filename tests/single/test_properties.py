@@ -25,7 +25,7 @@ from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.global_loss import LossScope, losses_over_ranks
-from hvdtrain.optim.hooks import run_train_step
+from hvdtrain.optim.keras_calls import run_train_step
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.step_runner import StepRunner
 

@@ -139,6 +139,18 @@ def test_a_bad_step_is_skipped():
         np.testing.assert_allclose(ours_each, plain_each, atol=2e-4)
 
 
+def test_a_skipped_step_leaves_no_trace_in_statistics():
+    model = make_model()
+    model.get_layer(index=-1).kernel.assign(np.full((6, 3), np.nan))
+    embedding = model.get_layer(index=1).embeddings
+    embedding.assign(tf.where(tf.range(50)[:, None] < 25, embedding, np.nan))
+    _, found = trained(model, jit_compile=True, on_nan="skip", epochs=1)
+    assert found["skipped_steps"] == found["steps"]
+    statistics = [v for layer in model.layers for v in layer.non_trainable_weights]
+    assert len(statistics) == 2
+    assert all(np.isfinite(each.numpy()).all() for each in statistics)
+
+
 def test_large_sparse_gradients_are_updated_without_xla(monkeypatch):
     expected, _ = trained(make_model(), jit_compile=True)
     monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 50)

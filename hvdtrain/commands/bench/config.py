@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from hvdtrain.commands.config import TaskConfig
-from hvdtrain.config.fields import NOT_AN_OPTION, Config, broken_rule, default_of, flag_of, help_group, require
+from hvdtrain.config import exclusions
+from hvdtrain.config.fields import NOT_AN_OPTION, Config, broken_rule, facts_of, help_group, require
 from hvdtrain.distributed.config import parse_compression
-from hvdtrain.errors import UsageError
-from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.training.config import StepConfig
 
 
@@ -25,13 +24,7 @@ class BenchStepConfig(StepConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("sync_schedule", "wait_free", "sync_steps_first", "average_across"):
-            value = getattr(self.local_sgd, name)
-            if value != default_of(LocalSGDConfig, name):
-                raise UsageError(
-                    f"bench measures rounds of equal length, between all ranks. Received: {flag_of(name)} {value}. "
-                    "Leave it out."
-                )
+        exclusions.require_compatible({**facts_of(self), **exclusions.facts_from(exclusions.BENCH)})
 
 
 @Parameter(name="*", group=help_group("Prediction (--predict)"))
@@ -68,9 +61,6 @@ class PredictionConfig(Config):
         ):
             require(self, name, lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
         require(self, "ranks_per_host", lambda value: value >= 1, "at least 1")
-        for one, other in (("link_mbit", "link_latency_ms"), ("within_mbit", "within_latency_ms")):
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise UsageError(f"{flag_of(one)} and {flag_of(other)} must be set together. Received: one of them.")
         if self.predict is not None and not all(each.isdigit() and int(each) > 0 for each in self.predict.split(",")):
             raise broken_rule("predict", "numbers of ranks separated by commas, such as 8,64,512", self.predict)
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
+from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
 from hvdtrain.training.quorum.ledger import Contributors
 
@@ -27,8 +28,9 @@ class ContributionFile:
             found = len(read_contributions(str(self._path), self._num_ranks))
             if found < updates:
                 raise UsageError(
-                    f"--record must continue the file of the resumed run. Received: {self._path} with {found} "
-                    f"updates of {updates}. Leave --record out, or start the run anew."
+                    f"{option('record')} must continue the file of the resumed run. Received: {self._path} with "
+                    f"{found} "
+                    f"updates of {updates}. Leave {option('record')} out, or start the run from the beginning."
                 )
             # In place: a run that is killed before it saves again will need these lines.
             lines = self._path.read_bytes().splitlines(keepends=True)
@@ -70,7 +72,9 @@ def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
         found = [tuple(json.loads(line)) for line in lines]
         is_valid = all(each and set(each) <= set(range(ranks)) for each in found)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"contributions must be in a file that --record wrote. Received: {path} ({error})") from error
+        raise UsageError(
+            f"contributions must be in a file that {option('record')} wrote. Received: {path} ({error})"
+        ) from error
     if not is_valid:
         raise UsageError(f"contributions must be lists of ranks below {ranks}. Received: others in {path}")
     if ranks != num_ranks:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
@@ -51,7 +52,8 @@ class QuorumFeed(TrainingFeed):
     def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
         if isinstance(source, Stream):
             raise UsageError(
-                "--quorum deals the rest of an epoch anew, which needs samples that can be read by number. Received: a "
+                f"{option('quorum')} redistributes the rest of an epoch, which needs samples that can be read by "
+                "number. Received: a "
                 "stream (tf.data.Dataset). Use arrays, TFRecords or hvdtrain.data.RandomAccess."
             )
         super().__init__(source, plan, quota, device)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvdtrain.config.wording import option
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.errors import UsageError
 from hvdtrain.training.config import QuorumConfig
@@ -75,7 +76,8 @@ class QuorumLedger:
         found = self._replayed[self.updates] if self.updates < len(self._replayed) else ()
         if not found or not set(found) <= set(active):
             raise UsageError(
-                "--replay must be the record of a run with the same data and batches, at least as long. Received: "
+                f"{option('replay')} must be the record of a run with the same data and batches, at least as long. "
+                "Received: "
                 f"ranks {list(found)} for update {self.updates + 1}, of {len(self._replayed)} in the file; samples are "
                 f"left to ranks {list(active)}."
             )

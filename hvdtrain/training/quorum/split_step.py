@@ -1,5 +1,6 @@
 """A training step in two compiled halves: this rank's gradients, and the update with those of all contributors."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,6 @@ import tensorflow as tf
 
 from hvdtrain.distributed.gradient_buckets import BucketLayout, bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients
-from hvdtrain.distributed.optimizers import leaves_of
-from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import require_hooks
 from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.train_step import TrainStep
 
@@ -24,31 +22,16 @@ class SplitStep:
         model: built, with its metrics; its optimizer is distributed.
         element_spec: of the data, as ``train_step`` takes it.
 
-    Raises:
-        UsageError: the model has several optimizers, or combines its gradients in another way than by their mean.
     """
 
     def __init__(self, model: keras.Model, train_step: TrainStep, element_spec: Any):
         self._train_step = train_step
-        leaves = leaves_of(model)
-        hooks = require_hooks(leaves[0])
-        if len(leaves) > 1:
-            raise UsageError(
-                f"--quorum needs a model with one optimizer. Received: {len(leaves)}. Leave --quorum out, or use "
-                "--balance."
-            )
-        if hooks.reduction.op != "average" or hooks.compression is not None:
-            raise UsageError(
-                "--quorum adds up the gradients of those ranks that are ready, as they are. Received: op="
-                f"{hooks.reduction.op!r}, compression={hooks.compression}. Use op='average' and "
-                "compression='none'."
-            )
-        if model.run_eagerly:
-            raise UsageError("--quorum compiles both halves of a step. Received: a model with run_eagerly=True.")
-        self._groups = hooks.reduction.groups
-        self._hooks, self._reduce = hooks, hooks.reduce
-        hooks.are_reduced = True
-        hooks.reduce = self._as_reduced
+        pipelines = train_step.pipelines
+        leaf, pipeline = pipelines[0]
+        reduction = pipeline.reduce
+        self._groups = reduction.config.groups
+        reduced = dataclasses.replace(reduction, is_done=True, reducer=self._as_reduced)
+        train_step.use_pipelines([(leaf, dataclasses.replace(pipeline, reduce=reduced))])
         self._variables: Sequence[keras.Variable] = []
         self._layout: BucketLayout | None = None
         self._own: Buckets = []
@@ -94,10 +77,6 @@ class SplitStep:
         """
         with self._train_step.explained_errors():
             self._update(list(own), list(sums), tf.constant(weight, tf.float64), tf.constant(has_contributed))
-
-    def close(self) -> None:
-        """Makes the optimizer reduce its gradients itself again."""
-        self._hooks.are_reduced, self._hooks.reduce = False, self._reduce
 
     # What is traced, from here on.
 

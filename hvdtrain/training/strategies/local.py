@@ -5,15 +5,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.config.wording import option
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables, optimizers_of
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.snapshot import host_tensor
 from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd.averager import ParameterAverager
 from hvdtrain.local_sgd.config import LocalSGDConfig
-from hvdtrain.optim.distributed_optimizer import set_collectives
+from hvdtrain.optim.pipeline import in_scope
 from hvdtrain.system import devices
 from hvdtrain.system.terminal import report
 from hvdtrain.training.metrics import LossOfSteps
@@ -50,11 +51,9 @@ class LocalStrategy(Strategy):
 
     def start(self) -> None:
         """From here on ranks train independently."""
-        collectives = self._step_collectives()
-        for optimizer in optimizers_of(self._model):
-            set_collectives(optimizer, collectives)
-        self._averager.start()
-        self._train_step.weigh_ranks_equally()
+        self._train_step.train_over(self._step_collectives())
+        with in_scope(self._train_step.pipelines):
+            self._averager.start()
 
     def _step_collectives(self) -> Collectives:
         """The ranks whose gradients are averaged at every step all the same."""
@@ -62,8 +61,9 @@ class LocalStrategy(Strategy):
             on_host = self._collectives.host_collectives()
             if on_host is self._collectives:
                 raise UsageError(
-                    "--average-across host needs ranks on several hosts. Received: all "
-                    f"{self._collectives.size} ranks on one host. Use --mode sync, or --average-across rank."
+                    f"{option('average_across', 'host')} needs ranks on several hosts. Received: all "
+                    f"{self._collectives.size} ranks on one host. Use {option('mode', 'sync')} or "
+                    f"{option('average_across', 'rank')}."
                 )
             return on_host
         return self._own_collectives

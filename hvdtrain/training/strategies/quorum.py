@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.model_state import Averaged
+from hvdtrain.config.wording import option
 from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.optimizers import leaves_of, optimizers_of
 from hvdtrain.errors import UsageError
@@ -48,11 +49,10 @@ class QuorumStrategy(Strategy):
         collectives = context.collectives
         assert isinstance(context.feed, QuorumFeed)
         assert config.quorum is not None
-        if collectives.may_change:
-            raise UsageError("elastic jobs do not support --quorum. Leave it out, or use launch/run --restarts.")
         if config.quorum > collectives.size:
             raise UsageError(
-                f"--quorum must be at most the number of ranks. Received: {config.quorum} on {collectives.size}."
+                f"{option('quorum')} must be at most the number of ranks. Received: {config.quorum} on "
+                f"{collectives.size}."
             )
         self._model = context.model
         self._plan = context.plan()
@@ -152,8 +152,6 @@ class QuorumStrategy(Strategy):
             self._exchange.close()
         if self._file is not None:
             self._file.close()
-        if self._split_step is not None:
-            self._split_step.close()
         for undo in self._undo_schedules:
             undo()
 
@@ -179,7 +177,7 @@ class QuorumStrategy(Strategy):
         self._named.update(found)
         return [
             f"{rank_name(rank, self._hosts[rank])} has missed {most} updates in a row: all ranks now wait for it each "
-            "time that it does. If it is always slower, use --balance"
+            f"time that it does. If it is always slower, use {option('balance', True)}"
             for rank in found
         ]
 

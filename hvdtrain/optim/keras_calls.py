@@ -1,27 +1,23 @@
-"""Where hvdtrain enters Keras. Read from top to bottom, this is what happens in the training step of a micro-batch:
+"""Where Keras calls hvdtrain. From top to bottom, this is what happens in the training step of a micro-batch:
 
 1. ``BatchNormalization._moments``: synchronized layers compute mean and variance over the samples of all ranks.
 2. ``Loss.__call__``, within ``train_step``: losses that divide by another count than that of the samples are combined
    over ranks. ``_compute_loss``, of Keras' own ``train_step``: their sum must be one number.
 3. ``_aggregate_additional_loss``: with ``op="sum"`` each rank adds its share of the regularization losses.
-4. ``_loss_tracker.update_state``: the loss of a step that may be skipped is left out of the mean if it is not finite.
-5. ``scale_loss``: the loss is weighted, so that the mean over ranks is the mean over samples.
-6. The backward pass.
-7. ``apply``: a loss that is not finite is written into a gradient, for the reduction to carry to all ranks.
-8. ``LossScaleOptimizer.check_finite``: all ranks agree on whether a gradient has overflowed.
-9. ``_clip_gradients``: the gradients are reduced over ranks, and monitored; then Keras clips them.
-10. ``_apply_weight_decay``, ``_backend_update_step``, ``_update_model_variables_moving_average``,
-    ``_overwrite_model_variables_with_average_value``: weight decay, update and EMA, unless this step is skipped. Those
-    of a sharded optimizer work on this rank's parts of variables, and collect the updated parts of all ranks.
+4. ``scale_loss``: the stage ``weigh``. The backward pass follows.
+5. ``apply`` of the optimizer: the stage ``mark``.
+6. ``LossScaleOptimizer.check_finite``: all ranks agree on whether a gradient has overflowed.
+7. ``_clip_gradients``: the stages ``start`` to ``clip``.
+8. ``_apply_weight_decay``, ``_backend_update_step``, ``_update_model_variables_moving_average``: the stages ``decay``,
+   ``update`` and ``average``.
 
-Methods of an optimizer are replaced on the object, not in a subclass, for Keras writes an optimizer's class into a
-saved model. A training loop replaces those of steps 4, 5 and 7 (:class:`LoopHooks`), ``DistributedOptimizer`` those of
-steps 9 and 10 of each optimizer that applies gradients (:class:`GradientHooks`). Steps 2, 3 and 8 are replaced in
-Keras' classes, and do nothing unless the model's optimizer is distributed.
+The stages are those of the :class:`~hvdtrain.optim.pipeline.GradientPipeline` that the optimizer has when a step is
+traced. Methods of an optimizer are replaced on the object, not in a subclass, because Keras writes an optimizer's class
+into a saved model. Steps 2, 3 and 6 are replaced in Keras' classes, and do nothing unless the model's optimizer is
+distributed.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,28 +25,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.config.exclusions import Option
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.gradient_reduction import Gradient, values_of
-from hvdtrain.distributed.optimizers import is_horovods_own, leaves_of, optimizers_of
+from hvdtrain.distributed.gradient_reduction import Gradient
+from hvdtrain.distributed.optimizers import is_horovods_own
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss
-from hvdtrain.optim.ema import after_last_micro_batch, moving_average_per_update, ramped_momentum
+from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
-from hvdtrain.optim.fused_sgd import fused_update_step
-from hvdtrain.optim.guarded_updates import unless_skipped, when_checked
-from hvdtrain.optim.hook_state import (
-    GradientHooks,
-    InstalledHooks,
-    LoopHooks,
-    gradient_hooks,
-    installed_hooks,
-    model_hooks,
+from hvdtrain.optim.pipeline import (
+    Applied,
+    GradientPipeline,
+    current_scope,
+    keep_pipeline,
+    pipeline_of,
+    pipelines_of,
+    reduce_check_and_clip,
+    require_pipeline,
+    unless_skipped,
+    when_checked,
 )
-from hvdtrain.optim.sharded_updates import sharded_methods
-from hvdtrain.optim.step_reduction import reduce_step
 
 # Step 1: the forward pass.
 
@@ -102,12 +99,12 @@ def _compute_loss_over_ranks(self: Any, y_true: Any, y_pred: Any, sample_weight:
 
 
 def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
-    """For ``model.fit`` and ``model.train_on_batch``: Keras compiles a ``train_step`` that is run by the hooks.
+    """For ``model.fit`` and ``model.train_on_batch``: Keras compiles a ``train_step`` whose losses are combined.
 
     Without XLA, which Keras chooses on a GPU: it cannot compile Horovod's operations.
     """
     jit_compile = self.jit_compile
-    reduces = any(hooks.collectives.reduces for hooks in model_hooks(self))
+    reduces = any(pipeline.reduce.collectives.reduces for _, pipeline in pipelines_of(self))
     restore = _replace(self, "train_step", functools.partial(run_train_step, self, self.train_step))
     self._jit_compile = jit_compile and not reduces
     try:
@@ -149,18 +146,31 @@ keras.Model._aggregate_additional_loss = _add_share_of_loss
 keras.Model._compute_loss = _compute_one_number
 
 
-def run_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
-    """Runs a model's ``train_step``; its losses are combined over the ranks that reduce its gradients."""
-    hooks = next(iter(model_hooks(model)), None)
-    if hooks is None:
+def run_train_step(
+    model: Any,
+    train_step: Callable[[Any], Any],
+    data: Any,
+    *,
+    sample_weight: Callable[[], tf.Tensor | None] = lambda: None,
+    excluded_by: Sequence[Option] = (),
+) -> Any:
+    """Runs a model's ``train_step``; its losses are combined over the ranks that reduce its gradients.
+
+    Args:
+        sample_weight: returns the weight by which the loss is multiplied; None if all ranks have the same.
+        excluded_by: the options because of which ranks cannot communicate in the forward pass.
+    """
+    pipeline = next((pipeline for _, pipeline in pipelines_of(model)), None)
+    if pipeline is None:
         return train_step(data)
-    if hooks.epoch_steps is not None:
-        data = hooks.epoch_steps.count(data)
-    if hooks.reduction.op == "adasum":
+    if pipeline.steps.is_active:
+        data = pipeline.steps.count(data)
+    op = pipeline.reduce.config.op
+    if op == "adasum":
         return train_step(data)
-    scope = global_loss.LossScope(hooks.collectives, sums_gradients=hooks.reduction.op == "sum")
-    if (loop := installed_hooks(optimizers_of(model)[0]).loop) is not None:
-        scope = dataclasses.replace(scope, sample_weight=loop.sample_weight, excluded_by=loop.excluded_by)
+    scope = global_loss.LossScope(
+        pipeline.reduce.collectives, sample_weight, sums_gradients=op == "sum", excluded_by=excluded_by
+    )
     with global_loss.losses_over_ranks(scope):
         return train_step(data)
 
@@ -175,7 +185,7 @@ def _apply_if_distributed(self: Any, grads: Sequence[Any], trainable_variables: 
             "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls the methods that it "
             f"overrides. Received: {self.name}, wrapped by it. Use hvdtrain.DistributedOptimizer."
         )
-    if global_loss.loss_scope() is not None and installed_hooks(self).gradient is None:
+    if global_loss.loss_scope() is not None and pipeline_of(self) is None:
         raise UsageError(
             "each optimizer that a train_step applies must be distributed. Received: "
             f"{self.name}, which is not. Wrap it in DistributedOptimizer, and keep it as an attribute of the model."
@@ -186,14 +196,9 @@ def _apply_if_distributed(self: Any, grads: Sequence[Any], trainable_variables: 
 keras.optimizers.Optimizer.apply = _apply_if_distributed
 
 
-# Steps 4, 5 and 7: the loss and the gradients of this rank.
-
-
-def install_loop_hooks(model: Any, hooks: LoopHooks) -> None:
-    """Replaces the methods of steps 4, 5 and 7; the hooks of an earlier loop are removed."""
-    for optimizer in optimizers_of(model):
-        _restore_methods(installed_hooks(optimizer))
-        _install_loop_hooks(optimizer, hooks)
+@contextlib.contextmanager
+def finite_losses(model: Any) -> Iterator[None]:
+    """While a step is traced that may be skipped: its loss is left out of the mean of losses if it is not finite."""
     tracker = model._loss_tracker
     update_state = tracker.update_state
 
@@ -202,36 +207,11 @@ def install_loop_hooks(model: Any, hooks: LoopHooks) -> None:
         weight = tf.cast(1 if sample_weight is None else sample_weight, loss.dtype)
         return update_state(tf.where(finite, loss, 0), sample_weight=tf.where(finite, weight, 0))
 
-    if hooks.skips_non_finite:
-        installed = installed_hooks(optimizers_of(model)[0])
-        installed.before_loop.append(_replace(tracker, "update_state", update_if_finite))
-
-
-def _install_loop_hooks(optimizer: Any, hooks: LoopHooks) -> None:
-    scale_loss, apply = optimizer.scale_loss, optimizer.apply
-    loss_was_weighed = False
-
-    def weigh_and_scale(loss: tf.Tensor) -> tf.Tensor:
-        nonlocal loss_was_weighed
-        loss_was_weighed = True
-        return scale_loss(hooks.weigh_loss(loss))
-
-    def prepare_and_apply(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
-        nonlocal loss_was_weighed
-        if hooks.held is not None:
-            hooks.held.append((grads, trainable_variables))
-            return
-        hooks.num_applies += 1
-        prepared = hooks.prepare_gradients(grads, loss_was_weighed)
-        loss_was_weighed = False
-        apply(prepared, trainable_variables)
-
-    installed = installed_hooks(optimizer)
-    installed.loop = hooks
-    installed.before_loop = [
-        _replace(optimizer, "scale_loss", weigh_and_scale),
-        _replace(optimizer, "apply", prepare_and_apply),
-    ]
+    restore = _replace(tracker, "update_state", update_if_finite)
+    try:
+        yield
+    finally:
+        restore()
 
 
 def observe_updates(metric: keras.Metric, observe: Callable[..., None]) -> None:
@@ -270,21 +250,6 @@ def recorded_results(model: keras.Model) -> Iterator[list[tuple[keras.Metric, st
             restore()
 
 
-def remove_loop_hooks(model: Any) -> None:
-    """Restores what a training loop has replaced, if anything; a distributed optimizer stays distributed."""
-    for optimizer in optimizers_of(model):
-        _restore_methods(installed_hooks(optimizer))
-    for leaf in leaves_of(model):
-        if (hooks := installed_hooks(leaf).gradient) is not None:
-            hooks.monitor = hooks.applies = hooks.step_weight = None
-
-
-def _restore_methods(installed: InstalledHooks) -> None:
-    for restore in installed.before_loop:
-        restore()
-    installed.loop, installed.before_loop = None, []
-
-
 def _replace(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Replaces a method of an object; returns what restores it."""
     before = vars(owner).get(name)
@@ -299,20 +264,37 @@ def _replace(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], 
     return restore
 
 
-@contextlib.contextmanager
-def held_gradients(optimizer: Any) -> Iterator[list[tuple[Sequence[Any], Any]]]:
-    """Collects the gradients that are applied in the block, with their variables, and applies none."""
-    hooks = installed_hooks(optimizer).loop
-    assert hooks is not None
-    held: list[tuple[Sequence[Any], Any]] = []
-    hooks.held = held
-    try:
-        yield held
-    finally:
-        hooks.held = None
+# Steps 4 and 5: the loss and the gradients of this rank.
 
 
-# Step 8: all ranks skip a step together.
+def call_weigh_and_mark(optimizer: Any) -> None:
+    """Makes an optimizer that ``train_step`` applies call these stages; it may be a wrapper. Again, it does nothing."""
+    if "hvdtrain_marks" in vars(optimizer):
+        return
+    vars(optimizer)["hvdtrain_marks"] = True
+    scale_loss, apply = optimizer.scale_loss, optimizer.apply
+    was_weighed = False
+
+    def weigh_and_scale(loss: tf.Tensor) -> tf.Tensor:
+        nonlocal was_weighed
+        was_weighed = True
+        return scale_loss(require_pipeline(optimizer).weigh(loss))
+
+    def mark_and_apply(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
+        nonlocal was_weighed
+        pipeline = require_pipeline(optimizer)
+        if pipeline.divert is not None:
+            pipeline.divert(grads, trainable_variables)
+            return
+        marked = pipeline.mark(grads, was_weighed)
+        was_weighed = False
+        apply(marked, trainable_variables)
+
+    optimizer.scale_loss = weigh_and_scale
+    optimizer.apply = mark_and_apply
+
+
+# Step 6: all ranks skip a step together.
 
 _check_finite_here = keras.optimizers.LossScaleOptimizer.check_finite
 
@@ -323,70 +305,75 @@ def _check_finite_on_every_rank(self: Any, gradients: list[tf.Tensor]) -> tf.Ten
     Without this: rank 0 overflows and skips; rank 1 does not, reduces its gradients, and waits for rank 0 forever.
     """
     finite = _check_finite_here(self, gradients)
-    hooks = gradient_hooks(self)
-    if hooks is None or hooks.are_reduced or not hooks.collectives.reduces:
+    pipeline = pipeline_of(self)
+    if pipeline is None or pipeline.reduce.is_done or not pipeline.reduce.collectives.reduces:
         return finite
-    return hooks.collectives.all_true(finite)
+    return pipeline.reduce.collectives.all_true(finite)
 
 
 # On the class: model.compile() wraps a distributed optimizer in a LossScaleOptimizer of its own.
 keras.optimizers.LossScaleOptimizer.check_finite = _check_finite_on_every_rank
 
 
-# Steps 9 and 10: the reduction and the update.
+# Steps 7 and 8: the reduction and the update.
 
 
-def install_gradient_hooks(optimizer: Any, hooks: GradientHooks) -> None:
-    """Replaces the methods of steps 9 and 10 of an optimizer that applies gradients."""
-    if hooks.sharded is not None:
-        for name, method in sharded_methods(optimizer, hooks.sharded).items():
-            _replace(optimizer, name, method)
-    apply, clip = optimizer.apply, optimizer._clip_gradients
-    update_ema = optimizer._update_model_variables_moving_average
-    if optimizer.gradient_accumulation_steps:
-        update_ema = moving_average_per_update(optimizer)
+def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
+    """Makes an optimizer that applies gradients call the stages from ``start`` on; the pipeline becomes its own."""
+    apply = optimizer.apply
+    applied: list[Applied] = []
 
-    def apply_and_check(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
-        before = hooks.num_reductions
+    def apply_and_require_reduction(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
         known = getattr(optimizer, "_trainable_variables", []) if trainable_variables is None else trainable_variables
-        hooks.variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
-        with overwriting_once_per_step(optimizer):
-            apply(grads, trainable_variables)
+        variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
+        applied.append(Applied(optimizer, variables))
+        if (scope := current_scope()) is not None:
+            scope.applied.append(applied[-1])
+        try:
+            with _overwriting_once_per_step(optimizer):
+                apply(grads, trainable_variables)
+        finally:
+            is_reduced = applied.pop().is_reduced
         # Training without a reduction looks healthy: every rank's loss falls. A user's own optimizer may not clip.
         # In eager mode, a micro-batch that completes no step rightly reduces nothing.
         waits = tf.executing_eagerly() and optimizer.gradient_accumulation_steps
-        if len(grads) > 0 and hooks.num_reductions == before and not waits:
+        if len(grads) > 0 and not is_reduced and not waits:
             raise UsageError(
                 "gradients must pass through Keras' _clip_gradients, where they are reduced. Received: "
                 f"{type(optimizer).__name__}, which applied them without it. Do not override apply or "
                 "_backend_apply_gradients in it."
             )
 
-    def reduce_then_clip(gradients: list[Gradient]) -> list[Gradient]:
-        hooks.num_reductions += 1
-        is_local = hooks.are_local(hooks.variables)
-        shared = [variable for variable, local in zip(hooks.variables, is_local, strict=True) if not local]
-        hooks.equal_start.require([*shared, *whole_variables(optimizer.variables)], hooks.collectives)
-        reduced = reduce_step(hooks, gradients)
-        checked = reduced.gradients if hooks.monitor is None else hooks.monitor(reduced, hooks.variables)
-        hooks.checked = [values_of(each) for each in checked[:1]]
-        return clip(checked)
+    def reduce_and_clip(gradients: list[Gradient]) -> list[Gradient]:
+        pipeline, own = require_pipeline(optimizer), applied[-1]
+        if pipeline.start is not None:
+            is_local = pipeline.reduce.are_local(own.variables)
+            shared = [variable for variable, local in zip(own.variables, is_local, strict=True) if not local]
+            pipeline.start.require([*shared, *whole_variables(optimizer.variables)], pipeline.reduce.collectives)
+        return reduce_check_and_clip(pipeline, own, gradients)
 
-    def ramp_and_update_ema(trainable_variables: Sequence[keras.Variable]) -> None:
-        with ramped_momentum(optimizer) if hooks.ema_ramp else contextlib.nullcontext():
-            unless_skipped(update_ema, hooks)(trainable_variables)
+    def decay(variables: Sequence[keras.Variable]) -> None:
+        pipeline = require_pipeline(optimizer)
+        when_checked(pipeline, applied[-1], lambda: pipeline.decay(variables))
 
-    optimizer.apply = apply_and_check
-    optimizer._clip_gradients = reduce_then_clip
-    optimizer._apply_weight_decay = when_checked(unless_skipped(optimizer._apply_weight_decay, hooks), hooks)
-    optimizer._backend_update_step = when_checked(unless_skipped(optimizer._backend_update_step, hooks), hooks)
-    optimizer.update_step = fused_update_step(optimizer)
-    optimizer._update_model_variables_moving_average = ramp_and_update_ema
-    installed_hooks(optimizer).gradient = hooks
+    def update(gradients: Sequence[Gradient], variables: Sequence[keras.Variable], learning_rate: Any) -> None:
+        pipeline = require_pipeline(optimizer)
+        when_checked(pipeline, applied[-1], lambda: pipeline.update(gradients, variables, learning_rate))
+
+    def average(variables: Sequence[keras.Variable]) -> None:
+        pipeline = require_pipeline(optimizer)
+        unless_skipped(pipeline, lambda: pipeline.average(variables))
+
+    keep_pipeline(optimizer, pipeline)
+    optimizer.apply = apply_and_require_reduction
+    optimizer._clip_gradients = reduce_and_clip
+    optimizer._apply_weight_decay = decay
+    optimizer._backend_update_step = update
+    optimizer._update_model_variables_moving_average = average
 
 
 @contextlib.contextmanager
-def overwriting_once_per_step(optimizer: Any) -> Iterator[None]:
+def _overwriting_once_per_step(optimizer: Any) -> Iterator[None]:
     """In the block the EMA overwrites the weights only after a step's last micro-batch; Keras: after each."""
     if not optimizer.gradient_accumulation_steps:
         yield

@@ -1,0 +1,308 @@
+"""What excludes what: facts about a job, and the rules about pairs of them, each worded once.
+
+A rule is checked as soon as its facts are known: those about options when a configuration that has them is made, others
+when the model, the data and the ranks are there. ``docs/combinations.md`` is written from :data:`RULES`.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hvdtrain.config.wording import ANY, option
+from hvdtrain.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """An option that is set, to one value or to any but its default."""
+
+    name: str
+    value: Any = ANY
+
+    def holds(self, value: Any, default: Any) -> bool:
+        return bool(value != default if self.value is ANY else value == self.value)
+
+    def __str__(self) -> str:
+        return option(self.name, self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """What is known of a job besides its options."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Fact = Option | Condition
+
+# Training.
+LOCAL = Option("mode", "local")
+STEPS, EPOCHS = Option("steps"), Option("epochs")
+ACCUMULATION = Option("gradient_accumulation_steps")
+SEVERAL_STEPS = Option("steps_per_execution")
+JIT_COMPILE = Option("jit_compile", True)
+SYNC_BATCHNORM = Option("sync_batchnorm", True)
+GLOBAL_BATCH_SIZE = Option("global_batch_size")
+RESCALE = Option("rescale", True)
+DROPPED_REMAINDER = Option("remainder", "drop")
+SKIPPED_STEPS = Option("on_nan", "skip")
+BAD_SAMPLES = Option("bad_samples")
+AUTOTUNE = Option("autotune", True)
+DETERMINISTIC = Option("deterministic", True)
+# Stragglers.
+BALANCE, SHARES = Option("balance", True), Option("shares")
+BALANCE_EVERY, MAX_BATCH_SIZE = Option("balance_every"), Option("max_batch_size")
+QUORUM = Option("quorum")
+STEP_DEADLINE, STEP_GRACE = Option("step_deadline"), Option("step_grace")
+MAX_MISSED_UPDATES, RECORD, REPLAY = Option("max_missed_updates"), Option("record"), Option("replay")
+# Local SGD.
+SYNC_EVERY, ADACOMM = Option("sync_every"), Option("sync_schedule", "adacomm")
+AVERAGED_SLOTS, NESTEROV = Option("average_slots", "average"), Option("outer", "nesterov")
+OUTER_LEARNING_RATE, OUTER_MOMENTUM = Option("outer_learning_rate"), Option("outer_momentum")
+OVERLAP, WAIT_FREE = Option("overlap", True), Option("wait_free", True)
+SYNC_DTYPE, SYNC_STEPS_FIRST = Option("sync_dtype"), Option("sync_steps_first")
+ACROSS_HOSTS = Option("average_across", "host")
+# The reduction of gradients.
+SUM, ADASUM = Option("op", "sum"), Option("op", "adasum")
+COMPRESSION, COMPRESSION_AFTER = Option("compression"), Option("compression_after")
+GROUPS = Option("groups")
+SHARDED_OPTIMIZER = Option("shard_optimizer", True)
+# Optimizer and learning rate.
+CLIP_NORM, CLIP_VALUE = Option("clip_norm"), Option("clip_value")
+EMA, EMA_RAMP = Option("ema"), Option("ema_ramp", True)
+LR_SCALING, LR_DECAY, WARMUP_STEPS = Option("lr_scaling"), Option("lr_decay"), Option("warmup_steps")
+LR_DECAY_STEPS, LR_DECAY_EPOCHS = Option("lr_decay_steps"), Option("lr_decay_epochs")
+# Other commands.
+WATCH, CHECKPOINT = Option("watch", True), Option("checkpoint")
+MPI, GLOO = Option("mpi", True), Option("gloo", True)
+HOSTS, HOSTFILE = Option("hosts"), Option("hostfile")
+LINK_MBIT, LINK_LATENCY_MS = Option("link_mbit"), Option("link_latency_ms")
+WITHIN_MBIT, WITHIN_LATENCY_MS = Option("within_mbit"), Option("within_latency_ms")
+BENCH = Condition("bench")
+# What model, optimizer, data and ranks are.
+ELASTIC = Condition("an elastic job")
+ELASTIC_LOOP = Condition("a loop with hvdtrain.elastic.State")
+SYNCHRONIZED_LAYERS = Condition("BatchNormalization over all ranks")
+SEVERAL_OPTIMIZERS = Condition("a model with several optimizers")
+EAGER_MODEL = Condition("a model with run_eagerly=True")
+SCALAR_LOSS = Condition("a loss that returns one number for a batch")
+COUNTED_LOSS = Condition("a loss that divides by the number of unmasked positions or by a sum of weights")
+MEAN_LOSS = Condition("a loss that is a mean over samples")
+STREAM = Condition("a tf.data.Dataset")
+LOCAL_LAYERS = Condition("an optimizer with local_layers")
+GLOBAL_CLIP_NORM = Condition("an optimizer with global_clipnorm")
+TRAINER = Condition("a trainer")
+SWAPPED_EMA = Condition("the callback SwapEMAWeights")
+
+
+@dataclasses.dataclass(frozen=True)
+class Excludes:
+    """Facts that do not go together."""
+
+    facts: tuple[Fact, ...]
+    why: str
+    instead: str = ""
+
+    def is_broken(self, facts: Mapping[Fact, str]) -> bool:
+        return all(fact in facts for fact in self.facts)
+
+    def message(self, facts: Mapping[Fact, str]) -> str:
+        one, *others = self.facts
+        remedy = f", or {self.instead}" if self.instead else ""
+        received = " and ".join(facts[fact] for fact in self.facts)
+        return (
+            f"{one} excludes {' with '.join(map(str, others))}: {self.why}. Received: {received}. Leave one of them "
+            f"out{remedy}."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """An option that has a meaning only together with others."""
+
+    option: Option
+    other: Option
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        return (self.option, self.other)
+
+    def is_broken(self, facts: Mapping[Fact, str]) -> bool:
+        return self.option in facts and self.other not in facts
+
+    def message(self, facts: Mapping[Fact, str]) -> str:
+        return (
+            f"{option(self.option.name)} needs {self.other}. Received: {facts[self.option]} without it. Set "
+            f"{self.other}, or leave {option(self.option.name)} out."
+        )
+
+
+def _excludes(one: Fact, *others: Fact, why: str, instead: str = "") -> list[Excludes]:
+    return [Excludes((one, other), why, instead) for other in others]
+
+
+_EVERY_STEP = "statistics over all ranks need all of them in every step"
+_SEPARATE = "in local SGD, each rank makes its own updates"
+_NO_CHANGE = "its ranks change while it trains"
+
+RULES: Sequence[Excludes | Needs] = (
+    *_excludes(STEPS, EPOCHS, why="both say how long a run is"),
+    # Local SGD.
+    *_excludes(
+        LOCAL,
+        ACCUMULATION,
+        why="accumulation saves reductions, of which local SGD makes few",
+        instead="use larger batches",
+    ),
+    *_excludes(LOCAL, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why=_EVERY_STEP),
+    *_excludes(LOCAL, BALANCE, SHARES, why="they divide the samples of a step that all ranks make together"),
+    *_excludes(LOCAL, SUM, ADASUM, SHARDED_OPTIMIZER, why=_SEPARATE),
+    *(
+        Needs(each, LOCAL)
+        for each in (
+            *(SYNC_EVERY, ADACOMM, AVERAGED_SLOTS, NESTEROV, OUTER_LEARNING_RATE, OUTER_MOMENTUM, OVERLAP, WAIT_FREE),
+            *(SYNC_DTYPE, SYNC_STEPS_FIRST, ACROSS_HOSTS),
+        )
+    ),
+    Needs(OUTER_LEARNING_RATE, NESTEROV),
+    Needs(OUTER_MOMENTUM, NESTEROV),
+    *_excludes(OVERLAP, AVERAGED_SLOTS, why="a late average could make Adam's second moments negative"),
+    *_excludes(WAIT_FREE, AVERAGED_SLOTS, why="a late average could make Adam's second moments negative"),
+    *_excludes(WAIT_FREE, ACROSS_HOSTS, why="with the latter, the ranks of a host wait for each other at every step"),
+    *_excludes(WAIT_FREE, ADACOMM, why="rounds end when the slowest rank has made its steps"),
+    # Stragglers.
+    *_excludes(SHARES, BALANCE, why="both assign samples to ranks"),
+    Needs(BALANCE_EVERY, BALANCE),
+    Needs(MAX_BATCH_SIZE, BALANCE),
+    *_excludes(
+        BALANCE,
+        JIT_COMPILE,
+        why="batch sizes change, and XLA compiles each of them again",
+        instead="use fixed shares",
+    ),
+    *_excludes(BALANCE, DETERMINISTIC, why="it measures time", instead="use fixed shares"),
+    *_excludes(ADASUM, BALANCE, SHARES, why="it needs batches of equal size on all ranks"),
+    *_excludes(QUORUM, LOCAL, why="in local SGD, ranks make no step together"),
+    *_excludes(QUORUM, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why=_EVERY_STEP),
+    *_excludes(QUORUM, ACCUMULATION, why="a step is one micro-batch of each rank", instead="use larger batches"),
+    *_excludes(QUORUM, SEVERAL_STEPS, AUTOTUNE, why="ranks learn after each update which micro-batch comes next"),
+    *_excludes(QUORUM, BALANCE, SHARES, why="they measure or divide steps that all ranks make"),
+    *_excludes(QUORUM, BAD_SAMPLES, why="a rank alone cannot replace a micro-batch"),
+    *_excludes(
+        QUORUM, SUM, ADASUM, COMPRESSION, why="it adds up the gradients of the ranks that are ready, as they are"
+    ),
+    *_excludes(QUORUM, SHARDED_OPTIMIZER, why="a late rank makes the updates that it missed, from its own state"),
+    *_excludes(QUORUM, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
+    *_excludes(QUORUM, EAGER_MODEL, why="both halves of a step are compiled"),
+    *_excludes(QUORUM, COUNTED_LOSS, why="a late rank does not communicate in the forward pass"),
+    *(Needs(each, QUORUM) for each in (STEP_DEADLINE, STEP_GRACE, MAX_MISSED_UPDATES, RECORD, REPLAY)),
+    # The size of the batch.
+    *_excludes(RESCALE, GLOBAL_BATCH_SIZE, why="one lets the global batch change, the other keeps it"),
+    *_excludes(RESCALE, LOCAL, why="in local SGD, ranks have made different numbers of steps"),
+    *_excludes(RESCALE, QUORUM, why="its ranks read ahead in parts of their own"),
+    *_excludes(RESCALE, DROPPED_REMAINDER, why="the rest of an epoch may be less than a step"),
+    *_excludes(RESCALE, STREAM, why="it yields batches from its beginning only"),
+    *_excludes(RESCALE, LR_DECAY, why="the decay is laid out for a number of steps, which changes"),
+    Excludes((RESCALE, LR_SCALING, WARMUP_STEPS), "the warm-up fixes the learning rate that scaling changes"),
+    *_excludes(GLOBAL_BATCH_SIZE, LR_SCALING, why="the batch of all ranks stays, and so does its learning rate"),
+    # XLA.
+    *_excludes(JIT_COMPILE, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why="they communicate in the forward pass"),
+    *_excludes(JIT_COMPILE, DETERMINISTIC, why="XLA has no deterministic form of some operations"),
+    *_excludes(JIT_COMPILE, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
+    *_excludes(JIT_COMPILE, SCALAR_LOSS, why="XLA leaves out the check that it is a mean over samples"),
+    *_excludes(JIT_COMPILE, COUNTED_LOSS, why="it is combined over ranks in the forward pass"),
+    # The reduction of gradients.
+    *_excludes(ADASUM, COMPRESSION, why="it combines whole gradients"),
+    *_excludes(ADASUM, GROUPS, why="it reduces each gradient alone"),
+    *_excludes(SHARDED_OPTIMIZER, ADASUM, COMPRESSION, why="each rank receives its part of the mean or the sum"),
+    *_excludes(SHARDED_OPTIMIZER, SWAPPED_EMA, why="it needs the whole EMA on every rank"),
+    Needs(COMPRESSION_AFTER, COMPRESSION),
+    *_excludes(LOCAL_LAYERS, GLOBAL_CLIP_NORM, why="the norm of all gradients differs between ranks"),
+    *_excludes(LOCAL_LAYERS, ADASUM, why="it combines the gradients of all ranks"),
+    *_excludes(LOCAL_LAYERS, SHARDED_OPTIMIZER, why="each rank updates its own layers"),
+    *_excludes(LOCAL_LAYERS, TRAINER, why="it keeps all replicas equal", instead="use model.fit or a loop of your own"),
+    # Optimizer and learning rate.
+    *_excludes(SKIPPED_STEPS, SEVERAL_OPTIMIZERS, why="each optimizer decides about its own variables"),
+    *_excludes(CLIP_NORM, CLIP_VALUE, why="Keras clips in one way"),
+    *_excludes(LR_DECAY_STEPS, LR_DECAY_EPOCHS, why="both say when the learning rate decays"),
+    Needs(EMA_RAMP, EMA),
+    # Elastic jobs.
+    *_excludes(
+        ELASTIC,
+        *(QUORUM, WAIT_FREE, OVERLAP, ACROSS_HOSTS, SYNC_STEPS_FIRST, AUTOTUNE),
+        why=_NO_CHANGE,
+        instead="use launch/run --restarts",
+    ),
+    *_excludes(ELASTIC, ADASUM, why="Adasum needs MPI", instead="use launch/run --restarts"),
+    *_excludes(
+        ELASTIC,
+        SHARDED_OPTIMIZER,
+        why="a lost rank takes its part of the state with it",
+        instead="use launch/run --restarts",
+    ),
+    Excludes((ELASTIC, SUM, MEAN_LOSS), "the size of the updates would depend on the number of ranks"),
+    *_excludes(ELASTIC_LOOP, COMPRESSION, why="its state is not kept", instead="use hvdtrain.Trainer"),
+    # Other commands.
+    *_excludes(WATCH, CHECKPOINT, why="it evaluates each new checkpoint"),
+    *_excludes(MPI, GLOO, why="ranks communicate over one of them"),
+    *_excludes(HOSTS, HOSTFILE, why="both name the hosts"),
+    *_excludes(
+        BENCH,
+        *(ADACOMM, WAIT_FREE, SYNC_STEPS_FIRST, ACROSS_HOSTS),
+        why="it measures equal rounds of all ranks",
+    ),
+    Needs(LINK_MBIT, LINK_LATENCY_MS),
+    Needs(LINK_LATENCY_MS, LINK_MBIT),
+    Needs(WITHIN_MBIT, WITHIN_LATENCY_MS),
+    Needs(WITHIN_LATENCY_MS, WITHIN_MBIT),
+)
+
+OPTIONS = [fact for fact in dict.fromkeys(f for rule in RULES for f in rule.facts) if isinstance(fact, Option)]
+
+
+def option_facts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[Fact, str]:
+    """The facts that hold of options, by their flat names, each with what was received."""
+    return {
+        fact: option(fact.name, values[fact.name])
+        for fact in OPTIONS
+        if fact.name in values and fact.holds(values[fact.name], defaults[fact.name])
+    }
+
+
+def facts_from(*facts: Fact) -> dict[Fact, str]:
+    """Facts that hold, each as it is named in messages."""
+    return {fact: str(fact) for fact in facts}
+
+
+def first_broken(facts: Mapping[Fact, str], known: Iterable[str] | None = None) -> Excludes | Needs | None:
+    """The first rule that does not hold of these facts.
+
+    Args:
+        known: the names of options that are known (default: all); a rule about others is left out.
+    """
+    names = None if known is None else set(known)
+    for rule in RULES:
+        needed = rule.other.name if isinstance(rule, Needs) else None
+        if (names is None or needed is None or needed in names) and rule.is_broken(facts):
+            return rule
+    return None
+
+
+def refusal_of(facts: Mapping[Fact, str]) -> str:
+    """Why facts that are known to exclude each other are refused."""
+    rule = first_broken(facts, known=())
+    assert rule is not None, facts
+    return rule.message(facts)
+
+
+def require_compatible(facts: Mapping[Fact, str], known: Iterable[str] | None = None) -> None:
+    """Refuses what does not go together; see :func:`first_broken`.
+
+    Raises:
+        UsageError: two facts exclude each other.
+    """
+    if (rule := first_broken(facts, known)) is not None:
+        raise UsageError(rule.message(facts))
