@@ -145,8 +145,9 @@ def _excludes(one: Fact, *others: Fact, why: str, instead: str = "") -> list[Exc
 
 
 _EVERY_STEP = "statistics over all ranks need all of them in every step"
+_COMMON_STEPS = "samples can only be divided in steps that all ranks make together"
 _SEPARATE = "in local SGD, each rank makes its own updates"
-_NO_CHANGE = "its ranks change while it trains"
+_NO_CHANGE = "the ranks of an elastic job change while it trains"
 
 RULES: Sequence[Excludes | Needs] = (
     *_excludes(STEPS, EPOCHS, why="both say how long a run is"),
@@ -158,7 +159,7 @@ RULES: Sequence[Excludes | Needs] = (
         instead="use larger batches",
     ),
     *_excludes(LOCAL, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why=_EVERY_STEP),
-    *_excludes(LOCAL, BALANCE, SHARES, why="they divide the samples of a step that all ranks make together"),
+    *_excludes(LOCAL, BALANCE, SHARES, why=_COMMON_STEPS),
     *_excludes(LOCAL, SUM, ADASUM, SHARDED_OPTIMIZER, why=_SEPARATE),
     *(
         Needs(each, LOCAL)
@@ -183,16 +184,16 @@ RULES: Sequence[Excludes | Needs] = (
         why="batch sizes change, and XLA compiles each of them again",
         instead="use fixed shares",
     ),
-    *_excludes(BALANCE, DETERMINISTIC, why="it measures time", instead="use fixed shares"),
-    *_excludes(ADASUM, BALANCE, SHARES, why="it needs batches of equal size on all ranks"),
+    *_excludes(BALANCE, DETERMINISTIC, why="step times vary from run to run", instead="use fixed shares"),
+    *_excludes(ADASUM, BALANCE, SHARES, why="Adasum needs batches of equal size on all ranks"),
     *_excludes(QUORUM, LOCAL, why="in local SGD, ranks make no step together"),
     *_excludes(QUORUM, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why=_EVERY_STEP),
     *_excludes(QUORUM, ACCUMULATION, why="a step is one micro-batch of each rank", instead="use larger batches"),
     *_excludes(QUORUM, SEVERAL_STEPS, AUTOTUNE, why="ranks learn after each update which micro-batch comes next"),
-    *_excludes(QUORUM, BALANCE, SHARES, why="they measure or divide steps that all ranks make"),
+    *_excludes(QUORUM, BALANCE, SHARES, why=_COMMON_STEPS),
     *_excludes(QUORUM, BAD_SAMPLES, why="a rank alone cannot replace a micro-batch"),
     *_excludes(
-        QUORUM, SUM, ADASUM, COMPRESSION, why="it adds up the gradients of the ranks that are ready, as they are"
+        QUORUM, SUM, ADASUM, COMPRESSION, why="the gradients of the ranks that are ready are added up as they are"
     ),
     *_excludes(QUORUM, SHARDED_OPTIMIZER, why="a late rank makes the updates that it missed, from its own state"),
     *_excludes(QUORUM, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
@@ -202,28 +203,32 @@ RULES: Sequence[Excludes | Needs] = (
     # The size of the batch.
     *_excludes(RESCALE, GLOBAL_BATCH_SIZE, why="one lets the global batch change, the other keeps it"),
     *_excludes(RESCALE, LOCAL, why="in local SGD, ranks have made different numbers of steps"),
-    *_excludes(RESCALE, QUORUM, why="its ranks read ahead in parts of their own"),
+    *_excludes(RESCALE, QUORUM, why="with a quorum, each rank reads ahead in its own part of the epoch"),
     *_excludes(RESCALE, DROPPED_REMAINDER, why="the rest of an epoch may be less than a step"),
-    *_excludes(RESCALE, STREAM, why="it yields batches from its beginning only"),
+    *_excludes(RESCALE, STREAM, why="a dataset yields batches from its beginning only"),
     *_excludes(RESCALE, LR_DECAY, why="the decay is laid out for a number of steps, which changes"),
     Excludes((RESCALE, LR_SCALING, WARMUP_STEPS), "the warm-up fixes the learning rate that scaling changes"),
     *_excludes(GLOBAL_BATCH_SIZE, LR_SCALING, why="the batch of all ranks stays, and so does its learning rate"),
     # XLA.
-    *_excludes(JIT_COMPILE, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why="they communicate in the forward pass"),
+    *_excludes(
+        JIT_COMPILE, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why="XLA cannot compile the communication in the forward pass"
+    ),
     *_excludes(JIT_COMPILE, DETERMINISTIC, why="XLA has no deterministic form of some operations"),
     *_excludes(JIT_COMPILE, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
-    *_excludes(JIT_COMPILE, SCALAR_LOSS, why="XLA leaves out the check that it is a mean over samples"),
-    *_excludes(JIT_COMPILE, COUNTED_LOSS, why="it is combined over ranks in the forward pass"),
+    *_excludes(JIT_COMPILE, SCALAR_LOSS, why="XLA leaves out the check that the loss is a mean over samples"),
+    *_excludes(JIT_COMPILE, COUNTED_LOSS, why="the loss is combined over ranks in the forward pass"),
     # The reduction of gradients.
-    *_excludes(ADASUM, COMPRESSION, why="it combines whole gradients"),
-    *_excludes(ADASUM, GROUPS, why="it reduces each gradient alone"),
+    *_excludes(ADASUM, COMPRESSION, why="Adasum combines whole gradients"),
+    *_excludes(ADASUM, GROUPS, why="Adasum reduces each gradient alone"),
     *_excludes(SHARDED_OPTIMIZER, ADASUM, COMPRESSION, why="each rank receives its part of the mean or the sum"),
-    *_excludes(SHARDED_OPTIMIZER, SWAPPED_EMA, why="it needs the whole EMA on every rank"),
+    *_excludes(SHARDED_OPTIMIZER, SWAPPED_EMA, why="the callback needs the whole EMA on every rank"),
     Needs(COMPRESSION_AFTER, COMPRESSION),
     *_excludes(LOCAL_LAYERS, GLOBAL_CLIP_NORM, why="the norm of all gradients differs between ranks"),
-    *_excludes(LOCAL_LAYERS, ADASUM, why="it combines the gradients of all ranks"),
+    *_excludes(LOCAL_LAYERS, ADASUM, why="Adasum combines the gradients of all ranks"),
     *_excludes(LOCAL_LAYERS, SHARDED_OPTIMIZER, why="each rank updates its own layers"),
-    *_excludes(LOCAL_LAYERS, TRAINER, why="it keeps all replicas equal", instead="use model.fit or a loop of your own"),
+    *_excludes(
+        LOCAL_LAYERS, TRAINER, why="a trainer keeps all replicas equal", instead="use model.fit or a loop of your own"
+    ),
     # Optimizer and learning rate.
     *_excludes(SKIPPED_STEPS, SEVERAL_OPTIMIZERS, why="each optimizer decides about its own variables"),
     *_excludes(CLIP_NORM, CLIP_VALUE, why="Keras clips in one way"),
@@ -244,9 +249,14 @@ RULES: Sequence[Excludes | Needs] = (
         instead="use launch/run --restarts",
     ),
     Excludes((ELASTIC, SUM, MEAN_LOSS), "the size of the updates would depend on the number of ranks"),
-    *_excludes(ELASTIC_LOOP, COMPRESSION, why="its state is not kept", instead="use hvdtrain.Trainer"),
+    *_excludes(
+        ELASTIC_LOOP,
+        COMPRESSION,
+        why="the loop does not keep the state of a compression",
+        instead="use hvdtrain.Trainer",
+    ),
     # Other commands.
-    *_excludes(WATCH, CHECKPOINT, why="it evaluates each new checkpoint"),
+    *_excludes(WATCH, CHECKPOINT, why="each new checkpoint is evaluated"),
     *_excludes(MPI, GLOO, why="ranks communicate over one of them"),
     *_excludes(HOSTS, HOSTFILE, why="both name the hosts"),
     *_excludes(

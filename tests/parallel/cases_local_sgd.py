@@ -296,9 +296,9 @@ def test_a_rank_that_skips_steps_delays_no_other():
 @pytest.mark.parametrize(
     ("synchronized", "options", "message"),
     [
-        (False, {"gradient_accumulation_steps": 2}, "--gradient-accumulation-steps saves reductions"),
-        (False, {"sync_batchnorm": True}, "--sync-batchnorm needs ranks in lockstep"),
-        (True, {}, r"needs them in lockstep.* Received: 1 synchronized layer"),
+        (False, {"gradient_accumulation_steps": 2}, "mode='local' excludes gradient_accumulation_steps"),
+        (False, {"sync_batchnorm": True}, "mode='local' excludes sync_batchnorm=True"),
+        (True, {}, "mode='local' excludes BatchNormalization over all ranks"),
     ],
 )
 def test_what_local_sgd_excludes(synchronized, options, message):

@@ -394,9 +394,9 @@ def mean_cross_entropy(labels, logits):
     [
         (
             lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0),
-            "excludes losses that divide by the number of unmasked positions",
+            "excludes a loss that divides by the number of unmasked positions",
         ),
-        (lambda: mean_cross_entropy, "--jit-compile excludes losses that return one number for a batch"),
+        (lambda: mean_cross_entropy, "jit_compile=True excludes a loss that returns one number for a batch"),
     ],
 )
 def test_losses_that_xla_cannot_combine_over_ranks(make_loss, message, quorum, monkeypatch):

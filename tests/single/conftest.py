@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import restarted_jobs
 from made_up_jobs import Job
 
+from hvdtrain.config.wording import naming_flags
+
 
 def _signal_handlers() -> dict[signal.Signals, object]:
     return {
@@ -24,6 +26,13 @@ def unchanged_signals():
     before = _signal_handlers()
     yield
     assert _signal_handlers() == before
+
+
+@pytest.fixture
+def as_a_command():
+    """Messages name flags, as they do while a command runs."""
+    with naming_flags():
+        yield
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def test_steps_and_epochs_exclude_each_other():
     ("defaults", "message"),
     [
         ({"batch": 3}, "must be options of train. Received: 'batch'"),
-        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
     ],
 )
 def test_wrong_defaults_are_refused(defaults, message):

@@ -79,10 +79,10 @@ def test_values_of_resume(two_checkpoints, tmp_path):
     folder = tmp_path / "checkpoints"
     assert checkpointer(folder).restore("auto") is None
     assert checkpointer(folder).restore("never") is None
-    with pytest.raises(JobError, match="must requires a checkpoint"):
+    with pytest.raises(JobError, match="resume='must' requires a checkpoint"):
         checkpointer(folder).restore("must")
     shutil.copytree(original, folder)
-    with pytest.raises(JobError, match="never requires a folder without checkpoints"):
+    with pytest.raises(JobError, match="resume='never' requires a folder without checkpoints"):
         checkpointer(folder).restore("never")
     model = make()
     assert checkpointer(folder, model).restore("auto").state == {"best": 0.25}

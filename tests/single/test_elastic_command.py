@@ -7,6 +7,8 @@ import pytest
 from hvdtrain.commands import elastic
 from hvdtrain.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("as_a_command")
+
 
 @pytest.mark.parametrize(
     ("arguments", "own", "command"),
@@ -33,7 +35,7 @@ def test_the_command_is_divided_from_the_options(arguments, own, command):
             "--np must be at most the sum of all slots, 2. Received: 3",
         ),
         ({"members": "2:4", "hosts": "a b"}, "hosts must have the form a:4,b:4"),
-        ({"members": "2:4", "hosts": "a", "hostfile": Path("x")}, "--hosts and --hostfile exclude each other"),
+        ({"members": "2:4", "hosts": "a", "hostfile": Path("x")}, "--hosts excludes --hostfile"),
         ({"members": "2:4", "hostfile": Path("/no/such/file")}, "No such file or directory: '/no/such/file'"),
         ({"members": "2:4", "hosts": "#"}, "there must be at least one host. Received: none in --hosts"),
         ({"members": "2:4", "env": ["NO_SUCH_NAME"]}, "--env must be the name of a variable that is set"),

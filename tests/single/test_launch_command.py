@@ -69,7 +69,7 @@ def test_without_gpus_one_rank_for_each_core_up_to_a_limit(monkeypatch):
         ([], "a command is missing. For example: hvdtrain launch --np 2 python -m hvdtrain"),
         (["--np", "0", "true"], "--np must be auto or a whole number of at least 1. Received: '0'"),
         (["--np", "many", "true"], "--np must be auto or a whole number of at least 1. Received: 'many'"),
-        (["--mpi", "--gloo", "true"], "--mpi and --gloo exclude each other. Received: both."),
+        (["--mpi", "--gloo", "true"], "--mpi excludes --gloo"),
         (["--nnp", "2", "true"], "Unknown option: --nnp. Did you mean --np?"),
         (["no_such_program"], "must be a program on PATH or a .py file. Received: 'no_such_program'"),
         (["no_such.py"], "the program to start must exist. Received: 'no_such.py'"),

@@ -57,11 +57,11 @@ def test_shares_hold_until_the_ranks_change(capfd):
     assert made.rank_batch_sizes == (24, 12, 12)
     made.restart(0)
     made.restart(0)
-    assert capfd.readouterr().err.count("--shares was for the ranks before") == 1
+    assert capfd.readouterr().err.count("shares was for the ranks before") == 1
     # A newcomer is alone until it joins.
     assert balancer(1, ranks_may_change=True, shares="2,1,1").rank_batch_sizes == (48,)
     for size, may_change in ((1, False), (2, True)):
-        with pytest.raises(UsageError, match=rf"--shares must have a number for each rank\. .* for {size} rank"):
+        with pytest.raises(UsageError, match=rf"shares must have a number for each rank\. .* for {size} rank"):
             balancer(size, ranks_may_change=may_change, shares="2,1,1")
 
 
@@ -147,13 +147,13 @@ def test_the_feed_follows_without_another_iterator():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"balance": True, "shares": "1,1"}, "--shares and --balance exclude each other"),
-        ({"shares": "1,x"}, "--shares must be whole numbers"),
-        ({"shares": "0,0"}, "--shares must be whole numbers"),
-        ({"balance_every": 10}, "--balance-every needs --balance"),
-        ({"balance": True, "balance_every": 1000}, "--balance-every must be from 1 to 512"),
-        ({"balance": True, "mode": "local"}, "Use --wait-free"),
-        ({"shares": "1", "mode": "local"}, "Use --wait-free"),
+        ({"balance": True, "shares": "1,1"}, "shares excludes balance=True"),
+        ({"shares": "1,x"}, "shares must be whole numbers"),
+        ({"shares": "0,0"}, "shares must be whole numbers"),
+        ({"balance_every": 10}, "balance_every needs balance=True"),
+        ({"balance": True, "balance_every": 1000}, "balance_every must be from 1 to 512"),
+        ({"balance": True, "mode": "local"}, "mode='local' excludes balance=True"),
+        ({"shares": "1", "mode": "local"}, "mode='local' excludes shares"),
         ({"balance": True, "jit_compile": True}, "XLA compiles each of them again"),
     ],
 )
@@ -166,5 +166,5 @@ def test_shares_must_fit_the_number_of_ranks():
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
     data = Arrays(np.zeros((8, 2), np.float32), np.zeros((8, 1), np.float32))
-    with pytest.raises(UsageError, match=r"--shares must have a number for each rank\. Received: 1,1 for 1 rank"):
+    with pytest.raises(UsageError, match=r"shares must have a number for each rank\. Received: 1,1 for 1 rank"):
         make_trainer(model, data, steps=1, shares="1,1")

@@ -11,6 +11,8 @@ from hvdtrain.commands.bench import prediction, scaling_model
 from hvdtrain.commands.bench.scaling_model import Cluster, Link, MeasuredStep
 from hvdtrain.errors import UsageError
 
+pytestmark = pytest.mark.usefixtures("as_a_command")
+
 NETWORK, WITHIN = Link(1e-3, 1e8), Link(1e-5, 1e10)
 STEADY = MeasuredStep(np.full(50, 0.1), [(1_000_000, 0.5), (3_000_000, 1.0)])
 
@@ -186,7 +188,7 @@ def test_unknown_link_is_an_error():
     ("arguments", "message"),
     [
         (["--predict", "8,x"], "--predict must be numbers of ranks"),
-        (["--link-mbit", "100"], "--link-mbit and --link-latency-ms must be set together"),
+        (["--link-mbit", "100"], "--link-mbit needs --link-latency-ms"),
         (["--ranks-per-host", "0"], "--ranks-per-host must be at least 1"),
     ],
 )

@@ -203,7 +203,7 @@ def test_a_damaged_configuration_is_read_from_the_latest_intact_checkpoint(tmp_p
     (path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
     assert trained_run._read_config(RunFiles(path), "digits") == {"seed": 5}
     (path / "config.json").write_text('{"seed": "many"}')
-    with pytest.raises(DataError, match=r"config.json must hold the options of a run.*--seed must be a whole number"):
+    with pytest.raises(DataError, match=r"config.json must hold the options of a run.*seed must be a whole number"):
         trained_run._make_config(trained_run._read_config(RunFiles(path), "digits"), path)
 
 

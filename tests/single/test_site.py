@@ -12,7 +12,9 @@ import griffe
 import pytest
 
 import hvdtrain
-from hvdtrain.config.fields import flag_of, option_names
+from hvdtrain.config.exclusions import RULES
+from hvdtrain.config.fields import option_names
+from hvdtrain.config.wording import flag_of, naming_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 FOREIGN = re.compile(r"""(?:src=|@import |url\()["']?(https?:)?//""")
@@ -141,7 +143,9 @@ def test_the_headings_of_the_faq_are_messages():
     known = [pieces for pieces in messages() if len(pieces[0] or "") > 3]
     # Of a shell script, of what is added to Horovod, and of cyclopts.
     others = [ROOT / "launch" / "run", ROOT / "launch" / "horovod" / "repack.py"]
-    texts = "\n".join([*(file.read_text() for file in others), "Unknown option: "])
+    with naming_flags():
+        rules = [rule.message({fact: str(fact) for fact in rule.facts}) for rule in RULES]
+    texts = "\n".join([*(file.read_text() for file in others), "Unknown option: ", *rules])
     headings = re.findall(r"^## (.+)$", (ROOT / "docs" / "faq.md").read_text(), re.MULTILINE)
     assert len(headings) >= 12
     for heading in headings:

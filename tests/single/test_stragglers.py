@@ -10,6 +10,8 @@ from hvdtrain.training.config import StepConfig
 from hvdtrain.training.quorum_speedup import estimated_speedup
 from hvdtrain.training.stragglers import possible_remedies, remedy
 
+pytestmark = pytest.mark.usefixtures("as_a_command")
+
 STEPS = 400
 
 

@@ -287,7 +287,7 @@ def test_skew_names_the_slowest_rank():
     found = skew(ready, ["a", "b", "c"])
     assert (found["slowest_rank"], found["slowest_host"], found["slowest_share"]) == (1, "b", 0.75)
     assert found["ratio"] == 2.0
-    assert found["remedy"]["option"] == "--balance"  # The hold-up of rank 0 matters less.
+    assert found["remedy"]["option"] == "balance=True"  # The hold-up of rank 0 matters less.
 
 
 def test_a_loss_scale_that_only_falls_means_a_nan():
@@ -368,7 +368,7 @@ def test_what_a_step_returns_is_logged_under_its_names():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_nan": "halt"}, "--on-nan must be one of stop, skip, ignore. Received: 'halt'"),
+        ({"on_nan": "halt"}, "on_nan must be one of stop, skip, ignore. Received: 'halt'"),
         ({"callbacks": ["adam"]}, "callbacks must be Keras callbacks"),
     ],
 )
@@ -379,7 +379,7 @@ def test_bad_options(options, message):
 
 def test_a_stream_cannot_be_read_from_within_an_epoch_with_other_batches():
     stream = Stream(tf.data.Dataset.from_tensor_slices((X, Y)))
-    with pytest.raises(UsageError, match="--rescale continues within an epoch"):
+    with pytest.raises(UsageError, match=r"rescale=True excludes a tf\.data\.Dataset"):
         make_trainer(make_model(), stream, batch_size=7, epochs=1, rescale=True)
 
 

@@ -46,7 +46,11 @@ AT_ONCE = [
     ("--bach-size 8", 64, "Unknown option: --bach-size. Did you mean --batch-size?"),
     ("--batch-size many", 64, "--batch-size must be a whole number. Received: 'many'"),
     ("--batch-size 0", 64, "--batch-size must be at least 1. Received: 0"),
-    ("--steps 5 --epochs 2", 64, "--steps and --epochs exclude each other. Received: 5 and 2. Set one of them."),
+    (
+        "--steps 5 --epochs 2",
+        64,
+        "--steps excludes --epochs: both say how long a run is. Received: --steps 5 and --epochs 2.",
+    ),
     ("--data-dir nowhere", 65, "--data-dir must be an existing folder. Received: 'nowhere'"),
     ("--task digit", 64, "Received: 'digit'. Did you mean digits?"),
     (
@@ -60,7 +64,7 @@ AT_ONCE = [
     (
         "--sync-every 4",
         64,
-        "--sync-every needs --mode local. Received: 4 in sync mode. Add --mode local, or leave it out.",
+        "--sync-every needs --mode local. Received: --sync-every 4 without it. Set --mode local, or leave",
     ),
     (
         "own.py --steps 3",

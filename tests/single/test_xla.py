@@ -164,7 +164,7 @@ def test_large_sparse_gradients_are_updated_without_xla(monkeypatch):
 
 def test_what_xla_cannot_compile_is_trained_without_it_by_default(monkeypatch):
     expected, _ = trained(make_model(more=[AsksPython()]), jit_compile=False)
-    with pytest.raises(UsageError, match=r"XLA cannot compile this model: .*PyFunc.*Set --no-jit-compile"):
+    with pytest.raises(UsageError, match=r"XLA cannot compile this model: .*PyFunc.*Set jit_compile=False"):
         trained(make_model(more=[AsksPython()]), jit_compile=True)
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
     model = make_model(more=[AsksPython()])
@@ -178,7 +178,7 @@ def test_what_xla_cannot_compile_is_trained_without_it_by_default(monkeypatch):
     ("options", "message"),
     [
         ({"model_class": AppliesTwice}, "must apply gradients once. Received: AppliesTwice.train_step, which does 2"),
-        ({"model_class": TwoOptimizers}, "one optimizer must train the whole model. Received: TwoOptimizers, with 2"),
+        ({"model_class": TwoOptimizers}, "jit_compile=True excludes a model with several optimizers"),
     ],
 )
 def test_what_cannot_be_divided(options, message):
@@ -224,11 +224,11 @@ def test_on_a_gpu_keras_chooses(has_gpu, by_keras, model_options, options, is_co
 
 def test_batch_normalization_over_ranks_is_refused():
     synchronized = make_model(more=[layers.BatchNormalization(synchronized=True)])
-    with pytest.raises(UsageError, match=r"Received: 1 synchronized layer\(s\)"):
+    with pytest.raises(UsageError, match="jit_compile=True excludes BatchNormalization over all ranks"):
         trained(synchronized, jit_compile=True)
 
 
 def test_deterministic_is_refused(monkeypatch):
     monkeypatch.setattr(devices, "is_deterministic", lambda: True)
-    with pytest.raises(UsageError, match="jit_compile excludes deterministic"):
+    with pytest.raises(UsageError, match="jit_compile=True excludes deterministic=True"):
         trained(make_model(), jit_compile=True)
