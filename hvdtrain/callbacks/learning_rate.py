@@ -8,6 +8,7 @@ import keras
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
+from hvdtrain.seams import keras_internals
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -54,10 +55,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         for leaf in leaves_of(self.model):
             # Keras' learning_rate is the current value, also of a schedule.
-            if not isinstance(leaf._learning_rate, keras.Variable):
+            learning_rate = keras_internals.LEARNING_RATE.of(leaf)
+            if not isinstance(learning_rate, keras.Variable):
                 raise UsageError(
                     f"{type(self).__name__} sets the learning rate, which must be a number. Received: an optimizer "
-                    f"with {type(leaf._learning_rate).__name__}. Make the optimizer with a number, or leave the "
+                    f"with {type(learning_rate).__name__}. Make the optimizer with a number, or leave the "
                     "callback out."
                 )
         if not self.staircase and self.steps_per_epoch is None:
@@ -143,4 +145,6 @@ def _velocities(optimizer: Any) -> list[keras.Variable]:
     # Scaling them has the effect of scaling the momentum, which Keras compiles into the step, for one update.
     if not getattr(optimizer, "momentum", 0) or not optimizer.built:
         return []
-    return list(getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", []))
+    if not hasattr(optimizer, "momentums") and not keras_internals.MOMENTUMS.is_in(optimizer):
+        return []
+    return list(getattr(optimizer, "momentums", None) or keras_internals.MOMENTUMS.of(optimizer))

@@ -26,6 +26,7 @@ from hvdtrain.distributed.shards import part_of, whole_shape, whole_variables
 from hvdtrain.distributed.snapshot import host_array, host_tensor
 from hvdtrain.errors import DataError
 from hvdtrain.optim.distributed_optimizer import compression_memories
+from hvdtrain.seams import keras_internals
 
 Averaged: TypeAlias = Callable[[], AbstractContextManager[None]]
 
@@ -187,7 +188,8 @@ class ModelState:
             for variable in [each for name, each in self._shared().items() if _is_accumulator(name)]:
                 variable.assign(tf.zeros_like(variable.value))
             for leaf in leaves_of(self._model):  # Keras counts accumulation steps
-                leaf._iterations.assign(int(leaf._iterations.numpy()) // description["accumulate"] * self._accumulate)
+                iterations = keras_internals.ITERATIONS.of(leaf)
+                iterations.assign(int(iterations.numpy()) // description["accumulate"] * self._accumulate)
 
     def _by_saved_name(self, description: Mapping[str, Any], *, accumulators: bool) -> dict[str, keras.Variable]:
         """The variables of the model and its optimizer, by their names in a checkpoint."""

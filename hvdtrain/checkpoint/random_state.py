@@ -4,8 +4,8 @@ import random
 from typing import Any
 
 import numpy as np
-from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.random.seed_generator import global_seed_generator
+
+from hvdtrain.seams import keras_internals
 
 # The name of Keras' global generator among its global attributes; before Keras 3.13 there is no constant for it.
 _KERAS_GENERATOR = "global_seed_generator"
@@ -15,7 +15,7 @@ def capture() -> dict[str, Any]:
     """Returns the state as plain values; see :mod:`hvdtrain.checkpoint.plain_values`."""
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    keras_generator = get_global_attribute(_KERAS_GENERATOR)
+    keras_generator = keras_internals.GLOBAL_ATTRIBUTE.value()(_KERAS_GENERATOR)
     return {
         "python": {"version": version, "internal": np.array(internal, np.uint32), "gauss_next": gauss_next},
         "numpy": {"kind": kind, "keys": keys, "position": position, "has_gauss": has_gauss, "cached": cached},
@@ -29,4 +29,4 @@ def restore(state: dict[str, Any]) -> None:
     random.setstate((python["version"], tuple(int(each) for each in python["internal"]), python["gauss_next"]))
     np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))
     if state["keras"] is not None:
-        global_seed_generator().state.assign(state["keras"])
+        keras_internals.GLOBAL_GENERATOR.value()().state.assign(state["keras"])

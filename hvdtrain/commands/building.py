@@ -15,6 +15,7 @@ from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.distributed_optimizer import distribute
 from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
+from hvdtrain.seams import keras_internals
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.config import TrainConfig
@@ -152,10 +153,11 @@ def _own_optimizer(task: Task) -> keras.optimizers.Optimizer:
 
 
 def _own_learning_rate(optimizer: keras.optimizers.Optimizer) -> float:
-    if isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+    learning_rate = keras_internals.LEARNING_RATE.of(optimizer)
+    if isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
         raise UsageError(
             "a task's optimizer must have a number for its learning rate, because flags change it. Received: "
-            f"{type(optimizer._learning_rate).__name__}. Set a number, and defaults such as "
+            f"{type(learning_rate).__name__}. Set a number, and defaults such as "
             '{"lr_decay": "cosine", "warmup_steps": 100}.'
         )
     return float(optimizer.learning_rate)

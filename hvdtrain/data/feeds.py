@@ -12,6 +12,7 @@ from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import Source
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.seams import tensorflow_internals
 
 
 class TrainingFeed:
@@ -46,7 +47,8 @@ class TrainingFeed:
             self.iterator = iter(dataset)
         else:
             tf.raw_ops.MakeIterator(
-                dataset=tf.data.experimental.to_variant(dataset), iterator=self.iterator._iterator_resource
+                dataset=tf.data.experimental.to_variant(dataset),
+                iterator=tensorflow_internals.ITERATOR_RESOURCE.of(self.iterator),
             )
         # Its Python functions live as long as it does.
         self._dataset = dataset

@@ -12,6 +12,7 @@ from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.distinct_values import gather_distinct, most_common
 from hvdtrain.errors import DivergenceError
+from hvdtrain.seams import keras_internals
 from hvdtrain.system import network
 from hvdtrain.system.terminal import some_of
 
@@ -74,7 +75,7 @@ def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, s
 
 
 def _adaptable(model: keras.Model) -> list[keras.layers.Layer]:
-    return [layer for layer in model._flatten_layers() if hasattr(layer, "adapt")]
+    return [layer for layer in keras_internals.FLATTEN_LAYERS.of(model)() if hasattr(layer, "adapt")]
 
 
 def _state(layer: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.seams import keras_internals
 
 Moments = Callable[[tf.Tensor, tf.Tensor | None], tuple[tf.Tensor, tf.Tensor]]
 
@@ -26,7 +27,7 @@ def moments_over_ranks(
     """
 
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
-        axes, channels = layer._reduction_axes, inputs.shape[layer.axis]
+        axes, channels = keras_internals.REDUCTION_AXES.of(layer), inputs.shape[layer.axis]
         if mask is None:
             count = tf.cast(tf.size(inputs), inputs.dtype) / channels
             mean, variance = tf.nn.moments(inputs, axes)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
+from hvdtrain.seams import horovod_internals
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -59,7 +60,7 @@ def require_keras_model(model: object) -> None:
 
 def is_horovods_own(optimizer: object) -> bool:
     """Whether an optimizer was made by Horovod's DistributedOptimizer, which averages nothing under Keras 3."""
-    return hasattr(optimizer, "_allreduce_grads") and hasattr(type(optimizer), "_HAS_AGGREGATE_GRAD")
+    return all(seam.is_in(optimizer) for seam in horovod_internals.OWN_OPTIMIZER)
 
 
 def leaves_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.random.seed_generator import global_seed_generator
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
@@ -20,6 +19,7 @@ from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import host_array
 from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.seams import keras_internals
 from hvdtrain.system import network
 
 # Far larger than the number of draws of any run, so that the streams of two ranks do not overlap.
@@ -60,7 +60,7 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
 
 def is_built(model: keras.Model) -> bool:
     """Whether all variables of the model exist; one with a ``train_step`` of its own may never be called itself."""
-    parts = model._flatten_layers(include_self=False)
+    parts = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
     return model.built or (bool(model.variables) and all(layer.built for layer in parts))
 
 
@@ -75,7 +75,7 @@ def global_stream() -> keras.Variable:
     """The state of Keras' global seed generator, which is made if there is none."""
     # Making it takes its seed from Python's generator, from which layers may draw too.
     python_state = random.getstate()
-    state: keras.Variable = global_seed_generator().state
+    state: keras.Variable = keras_internals.GLOBAL_GENERATOR.value()().state
     random.setstate(python_state)
     return state
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.config.wording import option
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
+from hvdtrain.seams import keras_internals
 
 
 def trained(model: keras.Model) -> list[keras.Variable]:
@@ -22,7 +23,7 @@ def followed(model: keras.Model) -> list[keras.Variable]:
         variable
         for leaf in leaves_of(model)
         if leaf.use_ema
-        for variable in leaf._model_variables_moving_average
+        for variable in keras_internals.EMA.of(leaf)
         if variable is not None
     ]
     return [variable for variable in _floats([*model.weights, *averages]) if id(variable) not in taken]
@@ -36,8 +37,8 @@ def slots(model: keras.Model) -> list[keras.Variable]:
     """
     found = []
     for leaf in leaves_of(model):
-        others = [leaf._iterations, getattr(leaf, "_learning_rate", None)]
-        others += leaf._model_variables_moving_average if leaf.use_ema else []
+        others = [keras_internals.ITERATIONS.of(leaf), keras_internals.LEARNING_RATE.of(leaf)]
+        others += keras_internals.EMA.of(leaf) if leaf.use_ema else []
         taken = {id(variable) for variable in others}
         found += [variable for variable in leaf.variables if id(variable) not in taken]
     for variable in found:

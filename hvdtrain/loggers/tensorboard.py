@@ -12,6 +12,7 @@ from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from hvdtrain.loggers.reporter import Reporter
+from hvdtrain.seams import keras_internals
 
 # TensorBoard groups scalars by the part of the name before a slash.
 _NAMES = {"examples/s": "examples_per_second", "s/batch": "seconds_per_batch"}
@@ -125,7 +126,7 @@ def _input_specs(model: keras.Model) -> Any:
     if isinstance(model, keras.Sequential):
         return _spec(model.inputs[0].shape, model.inputs[0].dtype)
     # The public attribute of a functional model is a flat list; its call may take a dict or a nested structure.
-    inputs = getattr(model, "_inputs_struct", None)
+    inputs = keras_internals.INPUTS.of(model) if keras_internals.INPUTS.is_in(model) else None
     if inputs is not None:
         return keras.tree.map_structure(lambda each: _spec(each.shape, each.dtype), inputs)
     shapes = model.get_build_config()["input_shape"]

@@ -28,6 +28,7 @@ from hvdtrain.optim.keras_calls import call_pipeline
 from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
 from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
 from hvdtrain.optim.step_reduction import StepReduction
+from hvdtrain.seams import keras_internals
 
 
 def DistributedOptimizer(
@@ -131,15 +132,15 @@ def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -
     """
     optimizer.update_step = fused_update_step(optimizer)
     on_parts = None if reduction.sharded is None else shard_state(optimizer, reduction.sharded)
-    average = optimizer._update_model_variables_moving_average if on_parts is None else on_parts.average
+    average = keras_internals.AVERAGE.of(optimizer) if on_parts is None else on_parts.average
     if optimizer.gradient_accumulation_steps:
         average = moving_average_per_update(optimizer)
     return GradientPipeline(
         start=EqualStart(reduction.collectives),
         reduce=reduction,
-        clip=optimizer._clip_gradients if on_parts is None else on_parts.clip,
-        decay=optimizer._apply_weight_decay if on_parts is None else on_parts.decay,
-        update=optimizer._backend_update_step if on_parts is None else on_parts.update,
+        clip=keras_internals.CLIP.of(optimizer) if on_parts is None else on_parts.clip,
+        decay=keras_internals.DECAY.of(optimizer) if on_parts is None else on_parts.decay,
+        update=keras_internals.UPDATE.of(optimizer) if on_parts is None else on_parts.update,
         average=with_ramped_momentum(optimizer, average) if ema_ramp else average,
         steps=EpochSteps(reduction.collectives),
     )
@@ -223,7 +224,7 @@ def gradient_bytes(optimizer: keras.optimizers.Optimizer, updates: int) -> int:
     for leaf in leaves(optimizer):
         compression = require_pipeline(leaf).reduce.compression
         num_whole = updates if compression is None else min(updates, compression.start_after)
-        for variable in leaf._trainable_variables:
+        for variable in keras_internals.TRAINABLE_VARIABLES.of(leaf):
             dtype = tf.as_dtype(variable.dtype)
             whole = variable.value.shape.num_elements() * max(4, dtype.size)
             spec = tf.TensorSpec(variable.value.shape, dtype)

@@ -11,6 +11,7 @@ from hvdtrain.config import exclusions
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.shards import part_of
 from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.seams import keras_internals
 
 
 def keeps_ema(model: keras.Model) -> bool:
@@ -21,7 +22,7 @@ def keeps_ema(model: keras.Model) -> bool:
 def keep_ema_weights(model: keras.Model) -> None:
     """Replaces the model's weights by their EMA, if there is one."""
     for leaf in leaves_of(model):
-        leaf.finalize_variable_values(leaf._trainable_variables)
+        leaf.finalize_variable_values(keras_internals.TRAINABLE_VARIABLES.of(leaf))
 
 
 @contextmanager
@@ -38,9 +39,9 @@ def _swap(model: keras.Model) -> None:
     for leaf in leaves_of(model):
         if not leaf.use_ema:
             continue
-        pairs = list(zip(leaf._trainable_variables, leaf._model_variables_moving_average, strict=True))
+        pairs = list(zip(keras_internals.TRAINABLE_VARIABLES.of(leaf), keras_internals.EMA.of(leaf), strict=True))
         own = [None if average is None else tf.identity(_own_value(variable, average)) for variable, average in pairs]
-        leaf._overwrite_model_variables_with_average_value(leaf._trainable_variables)
+        keras_internals.OVERWRITE.of(leaf)(keras_internals.TRAINABLE_VARIABLES.of(leaf))
         for (_, average), value in zip(pairs, own, strict=True):
             if average is not None:
                 average.assign(value)
@@ -66,7 +67,9 @@ def with_ramped_momentum(optimizer: Any, average: Callable[..., None]) -> Callab
 
     def update(*arguments: Any) -> None:
         final = optimizer.ema_momentum
-        updates = tf.cast(optimizer._iterations.value // (optimizer.gradient_accumulation_steps or 1), tf.float32)
+        updates = tf.cast(
+            keras_internals.ITERATIONS.of(optimizer).value // (optimizer.gradient_accumulation_steps or 1), tf.float32
+        )
         optimizer.ema_momentum = tf.minimum(final, (1.0 + updates) / (10.0 + updates))
         try:
             average(*arguments)
@@ -80,7 +83,9 @@ def after_last_micro_batch(optimizer: Any, action: Callable[..., None]) -> Calla
     """Performs an action once per step under gradient accumulation, where Keras performs it at each micro-batch."""
 
     def run(*arguments: Any) -> None:
-        is_last = (tf.convert_to_tensor(optimizer._iterations) + 1) % optimizer.gradient_accumulation_steps == 0
+        is_last = (
+            tf.convert_to_tensor(keras_internals.ITERATIONS.of(optimizer)) + 1
+        ) % optimizer.gradient_accumulation_steps == 0
         keras.ops.cond(is_last, lambda: action(*arguments), lambda: None)
 
     return run
@@ -96,12 +101,12 @@ def moving_average_per_update(optimizer: Any) -> Callable[..., None]:
     def update(trainable_variables: Sequence[keras.Variable]) -> None:
         if not optimizer.use_ema:
             return
-        micro_batches = tf.convert_to_tensor(optimizer._iterations) + 1
+        micro_batches = tf.convert_to_tensor(keras_internals.ITERATIONS.of(optimizer)) + 1
         # The first update starts the average.
         momentum = tf.where(micro_batches > steps, tf.cast(optimizer.ema_momentum, tf.float64), 0.0)
 
         def average_all() -> None:
-            for variable, average in zip(trainable_variables, optimizer._model_variables_moving_average, strict=True):
+            for variable, average in zip(trainable_variables, keras_internals.EMA.of(optimizer), strict=True):
                 if average is not None:
                     kept = tf.cast(momentum, average.dtype)
                     average.assign(kept * average + (1 - kept) * _own_value(variable, average))

@@ -6,6 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.seams import keras_internals
+
 
 def fused_update_step(optimizer: keras.optimizers.Optimizer) -> Callable[..., None]:
     """An ``update_step`` of Keras' SGD with momentum that updates a variable in one operation, bit-identically.
@@ -23,7 +25,7 @@ def fused_update_step(optimizer: keras.optimizers.Optimizer) -> Callable[..., No
             return
         tf.raw_ops.ResourceApplyKerasMomentum(
             var=variable.handle,
-            accum=sgd.momentums[sgd._get_variable_index(variable)].value.handle,
+            accum=sgd.momentums[keras_internals.VARIABLE_INDEX.of(sgd)(variable)].value.handle,
             lr=keras.ops.cast(learning_rate, variable.dtype),
             grad=tf.cast(gradient, variable.dtype),
             momentum=keras.ops.cast(sgd.momentum, variable.dtype),

@@ -20,6 +20,7 @@ import tensorflow as tf
 from hvdtrain.config.exclusions import COUNTED_LOSS, JIT_COMPILE, SCALAR_LOSS, Condition, Option, refusal_of
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import UsageError
+from hvdtrain.seams import keras_internals
 
 _NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, so that ranks can average it"
 _REMEDY = (
@@ -139,13 +140,10 @@ def _observed_values(loss: Any) -> Iterator[list[tuple[tuple[Any, Any], tf.Tenso
         del vars(loss)["call"]
 
 
-def _keras_mask(tensor: Any) -> tf.Tensor | None:
-    return getattr(tensor, "_keras_mask", None)
-
-
 def _mask(y_pred: Any, values: tf.Tensor) -> tf.Tensor | None:
     """The positions that count: those that neither the model nor the loss masks."""
-    masks = [each for each in (_keras_mask(y_pred), _keras_mask(values)) if each is not None]
+    mask_of = keras_internals.MASK.value()
+    masks = [each for each in map(mask_of, (y_pred, values)) if each is not None]
     return None if not masks else masks[0] if len(masks) == 1 else masks[0] & masks[1]
 
 

@@ -48,6 +48,7 @@ from hvdtrain.optim.pipeline import (
     unless_skipped,
     when_checked,
 )
+from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
 
@@ -76,13 +77,15 @@ def synchronize_batch_normalization(
     collectives = collectives or runtime.current().collectives
     layers = [
         layer
-        for layer in model._flatten_layers()
+        for layer in keras_internals.FLATTEN_LAYERS.of(model)()
         if isinstance(layer, keras.layers.BatchNormalization) and (all_layers or layer.synchronized)
     ]
     for i, layer in enumerate(layers):
         layer.synchronized = True
         if collectives.reduces:
-            layer._moments = moments_over_ranks(layer, f"hvdtrain_batchnorm_{i}", collectives, sample_weight)
+            keras_internals.MOMENTS.set(
+                layer, moments_over_ranks(layer, f"hvdtrain_batchnorm_{i}", collectives, sample_weight)
+            )
     return len(layers)
 
 
@@ -90,8 +93,8 @@ def synchronize_batch_normalization(
 
 _compute_loss_here = keras.losses.Loss.__call__
 _make_train_function_here = keras.Model.make_train_function
-_aggregate_additional_loss_here = keras.Model._aggregate_additional_loss
-_compute_total_loss_here = keras.Model._compute_loss
+_aggregate_additional_loss_here = keras_internals.ADDITIONAL_LOSS.of(keras.Model)
+_compute_total_loss_here = keras_internals.COMPUTE_LOSS.of(keras.Model)
 
 
 def _compute_loss_over_ranks(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
@@ -106,11 +109,11 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
     jit_compile = self.jit_compile
     reduces = any(pipeline.reduce.collectives.reduces for _, pipeline in pipelines_of(self))
     restore = _replace(self, "train_step", functools.partial(run_train_step, self, self.train_step))
-    self._jit_compile = jit_compile and not reduces
+    keras_internals.JIT_COMPILE.set(self, jit_compile and not reduces)
     try:
         _make_train_function_here(self, force)
     finally:
-        self._jit_compile = jit_compile
+        keras_internals.JIT_COMPILE.set(self, jit_compile)
         restore()
 
 
@@ -142,8 +145,8 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
 keras.Model.fit = with_equal_ranks(global_loss.with_loss_errors(keras.Model.fit))
-keras.Model._aggregate_additional_loss = _add_share_of_loss
-keras.Model._compute_loss = _compute_one_number
+keras_internals.ADDITIONAL_LOSS.set(keras.Model, _add_share_of_loss)
+keras_internals.COMPUTE_LOSS.set(keras.Model, _compute_one_number)
 
 
 def run_train_step(
@@ -199,7 +202,7 @@ keras.optimizers.Optimizer.apply = _apply_if_distributed
 @contextlib.contextmanager
 def finite_losses(model: Any) -> Iterator[None]:
     """While a step is traced that may be skipped: its loss is left out of the mean of losses if it is not finite."""
-    tracker = model._loss_tracker
+    tracker = keras_internals.LOSS_TRACKER.of(model)
     update_state = tracker.update_state
 
     def update_if_finite(loss: tf.Tensor, sample_weight: Any = None) -> Any:
@@ -324,7 +327,9 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     applied: list[Applied] = []
 
     def apply_and_require_reduction(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
-        known = getattr(optimizer, "_trainable_variables", []) if trainable_variables is None else trainable_variables
+        known = (
+            keras_internals.TRAINABLE_VARIABLES.of(optimizer) if trainable_variables is None else trainable_variables
+        )
         variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
         applied.append(Applied(optimizer, variables))
         if (scope := current_scope()) is not None:
@@ -366,10 +371,10 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
 
     keep_pipeline(optimizer, pipeline)
     optimizer.apply = apply_and_require_reduction
-    optimizer._clip_gradients = reduce_and_clip
-    optimizer._apply_weight_decay = decay
-    optimizer._backend_update_step = update
-    optimizer._update_model_variables_moving_average = average
+    keras_internals.CLIP.set(optimizer, reduce_and_clip)
+    keras_internals.DECAY.set(optimizer, decay)
+    keras_internals.UPDATE.set(optimizer, update)
+    keras_internals.AVERAGE.set(optimizer, average)
 
 
 @contextlib.contextmanager
@@ -378,8 +383,8 @@ def _overwriting_once_per_step(optimizer: Any) -> Iterator[None]:
     if not optimizer.gradient_accumulation_steps:
         yield
         return
-    name = "_overwrite_model_variables_with_average_value"
-    restore = _replace(optimizer, name, after_last_micro_batch(optimizer, getattr(optimizer, name)))
+    overwrite = keras_internals.OVERWRITE
+    restore = _replace(optimizer, overwrite.name, after_last_micro_batch(optimizer, overwrite.of(optimizer)))
     try:
         yield
     finally:

@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.seams import keras_internals
+
 
 def scaled_learning_rate(learning_rate: float, scaling: str, num_ranks: int) -> float:
     """The rate for a batch that is ``num_ranks`` times as large.
@@ -77,9 +79,11 @@ def follow_steps(optimizer: keras.optimizers.Optimizer, step: tf.Variable) -> Ca
     Returns:
         What makes it follow the updates again.
     """
-    schedule = optimizer._learning_rate
+    schedule = keras_internals.LEARNING_RATE.of(optimizer)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         return lambda: None
     # Past Keras' __setattr__, which looks for variables.
-    vars(optimizer)["_get_current_learning_rate"] = lambda: schedule(step)
-    return lambda: vars(optimizer).pop("_get_current_learning_rate", None)
+    current = keras_internals.CURRENT_LEARNING_RATE
+    current.of(optimizer)
+    vars(optimizer)[current.name] = lambda: schedule(step)
+    return lambda: vars(optimizer).pop(current.name, None)

@@ -5,6 +5,7 @@ import keras
 from hvdtrain.config.wording import option
 from hvdtrain.distributed.optimizers import leaves
 from hvdtrain.errors import NonFiniteError
+from hvdtrain.seams import keras_internals
 
 _SMALLEST_SCALE = 2.0**-10
 
@@ -15,7 +16,7 @@ def overflowed_steps(optimizer: keras.optimizers.Optimizer, steps: int) -> int:
         return 0
     leaf = leaves(optimizer)[0]
     # Keras counts micro-batches, and leaves out those that overflow.
-    return steps - int(leaf._iterations.numpy()) // (leaf.gradient_accumulation_steps or 1)
+    return steps - int(keras_internals.ITERATIONS.of(leaf).numpy()) // (leaf.gradient_accumulation_steps or 1)
 
 
 def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int, *, rank: int | None = None) -> None:

@@ -13,6 +13,7 @@ from hvdtrain.config.wording import option
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.distributed.shards import Part, mark_part
 from hvdtrain.errors import UsageError
+from hvdtrain.seams import keras_internals
 
 _ELEMENTWISE = (
     *(keras.optimizers.SGD, keras.optimizers.RMSprop, keras.optimizers.Adagrad, keras.optimizers.Adadelta),
@@ -52,9 +53,9 @@ def shard_state(optimizer: Any, reduction: ShardedReduction) -> "ShardedUpdates"
     optimizer.build = updates.build
     optimizer.add_variable_from_reference = updates.add_variable_from_reference
     optimizer.save_own_variables = lambda store: None
-    optimizer._get_variable_index = updates.get_variable_index
-    optimizer._use_weight_decay = updates.use_weight_decay
-    optimizer._overwrite_model_variables_with_average_value = updates.overwrite_with_ema
+    keras_internals.VARIABLE_INDEX.set(optimizer, updates.get_variable_index)
+    keras_internals.USE_WEIGHT_DECAY.set(optimizer, updates.use_weight_decay)
+    keras_internals.OVERWRITE.set(optimizer, updates.overwrite_with_ema)
     return updates
 
 
@@ -71,12 +72,12 @@ class ShardedUpdates:
         """By the key of the part."""
         self._keras_build: Callable[..., None] = optimizer.build
         self._keras_add_variable: Callable[..., keras.Variable] = optimizer.add_variable_from_reference
-        self._keras_index: Callable[..., int] = optimizer._get_variable_index
-        self._keras_use_weight_decay: Callable[..., bool] = optimizer._use_weight_decay
-        self._keras_clip: Callable[..., list[tf.Tensor]] = optimizer._clip_gradients
-        self._keras_weight_decay: Callable[..., None] = optimizer._apply_weight_decay
-        self._keras_update: Callable[..., None] = optimizer._backend_update_step
-        self._keras_update_ema: Callable[..., None] = optimizer._update_model_variables_moving_average
+        self._keras_index: Callable[..., int] = keras_internals.VARIABLE_INDEX.of(optimizer)
+        self._keras_use_weight_decay: Callable[..., bool] = keras_internals.USE_WEIGHT_DECAY.of(optimizer)
+        self._keras_clip: Callable[..., list[tf.Tensor]] = keras_internals.CLIP.of(optimizer)
+        self._keras_weight_decay: Callable[..., None] = keras_internals.DECAY.of(optimizer)
+        self._keras_update: Callable[..., None] = keras_internals.UPDATE.of(optimizer)
+        self._keras_update_ema: Callable[..., None] = keras_internals.AVERAGE.of(optimizer)
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         if self._optimizer.built:
@@ -139,7 +140,7 @@ class ShardedUpdates:
         self._keras_update_ema([self._part(each).of(each.value) for each in variables])
 
     def overwrite_with_ema(self, variables: Sequence[keras.Variable]) -> None:
-        averages = self._optimizer._model_variables_moving_average
+        averages = keras_internals.EMA.of(self._optimizer)
         kept = [(v, average) for v, average in zip(variables, averages, strict=True) if average is not None]
         wholes = self._gather([average.value for _, average in kept], [v for v, _ in kept], "average")
         for (variable, _), value in zip(kept, wholes, strict=True):
@@ -160,7 +161,7 @@ class ShardedUpdates:
         return self._wholes.get(self._key(variable), variable)
 
     def _key(self, variable: Any) -> str:
-        key: str = self._optimizer._var_key(variable)
+        key: str = keras_internals.VARIABLE_KEY.of(self._optimizer)(variable)
         return key
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from hvdtrain.errors import UsageError
+from hvdtrain.seams import tensorflow_internals
 from hvdtrain.system import cores
 from hvdtrain.system.tensorflow_start import without_startup_messages
 
@@ -84,6 +85,4 @@ def computes_on_one_core() -> bool:
 
 def is_deterministic() -> bool:
     """Whether TensorFlow refuses operations whose outcome may vary, reading the clock included."""
-    from tensorflow.python.framework import config
-
-    return bool(config.is_op_determinism_enabled())
+    return bool(tensorflow_internals.IS_DETERMINISTIC.value()())

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.optim.keras_calls import make_test_function
+from hvdtrain.seams import keras_internals
 from hvdtrain.training.returned_results import ReturnedResults
 
 
@@ -38,10 +39,10 @@ def build_metrics(model: keras.Model, element_spec: Any) -> None:
         element_spec: of ``(data, sample_weight)``, as the feed yields it.
     """
     data, _ = tf.nest.map_structure(lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), element_spec)
-    before = model._build_shapes_dict
+    before = keras_internals.BUILD_SHAPES.of(model)
     try:
-        model._symbolic_build(data_batch=data)
+        keras_internals.SYMBOLIC_BUILD.of(model)(data_batch=data)
     except Exception:
         # Keras has noted shapes to build the model with, though it could not be called: a saved one would not load.
-        model._build_shapes_dict = before
+        keras_internals.BUILD_SHAPES.set(model, before)
         raise

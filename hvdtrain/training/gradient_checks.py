@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.bounded_messages import num_bytes
 from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, sum_of_elements, values_of
+from hvdtrain.seams import tensorflow_internals
 from hvdtrain.training.gradient_record import GradientRecord
 from hvdtrain.training.loss_marker import LossMarker
 from hvdtrain.training.step_times import StepTimes
@@ -58,7 +59,7 @@ class HostCheck:
         sent = _with_sums(reduced)
 
         # Not inlined: even if they do not run, the executor processes each of its operations at every step.
-        @tf.function(autograph=False, experimental_attributes={"_noinline": True})
+        @tf.function(autograph=False, experimental_attributes=tensorflow_internals.NO_INLINE)
         def record_culprits() -> list[tf.Tensor]:
             own = [tf.reduce_all(tf.math.is_finite(values_of(each))) for each in reduced.unpack(sent)]
             return self._record.record_culprits(variables, own, self._marker.is_finite)

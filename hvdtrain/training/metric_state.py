@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.keras_calls import observe_updates
+from hvdtrain.seams import keras_internals
 
 # Exact in float32 next to the values of most metrics, and far enough from them.
 _OFFSET = 1024
@@ -108,8 +109,12 @@ def _checks(model: keras.Model) -> list[SumCheck]:
 def _of_the_user(model: keras.Model) -> Sequence[keras.Metric]:
     """The metrics with an ``update_state`` that is not Keras'; all states of Keras' own metrics are sums."""
     # Those of compile() are part of model.metrics only when the first batch has built them.
-    compiled = getattr(model, "_compile_metrics", None)
-    declared = [] if compiled is None else [compiled._user_metrics, compiled._user_weighted_metrics]
+    compiled = keras_internals.COMPILED_METRICS.of(model)
+    declared = (
+        []
+        if compiled is None
+        else [keras_internals.USER_METRICS.of(compiled), keras_internals.USER_WEIGHTED_METRICS.of(compiled)]
+    )
     candidates = [each for each in keras.tree.flatten(declared) if isinstance(each, keras.Metric)]
     every = {id(metric): metric for metric in [*candidates, *model.metrics]}
     return [each for each in every.values() if not type(each).update_state.__module__.startswith("keras.")]

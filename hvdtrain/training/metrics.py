@@ -7,6 +7,7 @@ import keras
 import numpy as np
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.seams import keras_internals
 from hvdtrain.training.metric_state import require_none_violated, violations
 from hvdtrain.training.returned_results import ReturnedResults
 
@@ -66,7 +67,7 @@ class LossOfSteps:
     """The mean of a model's own loss over the steps since :meth:`begin`, on this rank alone."""
 
     def __init__(self, model: keras.Model):
-        self._tracker = model._loss_tracker
+        self._tracker = keras_internals.LOSS_TRACKER.of(model)
         self._begin = 0.0, 0.0
 
     def begin(self) -> None:

@@ -28,6 +28,7 @@ from hvdtrain.optim.distributed_optimizer import (
 )
 from hvdtrain.optim.keras_calls import synchronize_batch_normalization
 from hvdtrain.optim.pipeline import require_pipeline
+from hvdtrain.seams import keras_internals
 from hvdtrain.system import devices, network
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import StepConfig, TrainConfig
@@ -241,7 +242,7 @@ class StepRunner:
 
 def _conditions(model: keras.Model, source: Source, config: StepConfig, collectives: Collectives) -> dict[Fact, str]:
     """What is known of a run besides its options."""
-    layers = model._flatten_layers(include_self=False)
+    layers = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
     synchronizes = any(isinstance(each, keras.layers.BatchNormalization) and each.synchronized for each in layers)
     found = exclusions.facts_from(
         *([exclusions.ELASTIC] if collectives.may_change else []),

@@ -6,6 +6,7 @@ import tensorflow as tf
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables, optimizers_of
 from hvdtrain.distributed.replica_consistency import random_streams
 from hvdtrain.optim.distributed_optimizer import compression_memories
+from hvdtrain.seams import keras_internals
 from hvdtrain.training.step_times import StepTimes
 
 
@@ -27,10 +28,16 @@ class StepSnapshot:
             changed = [*model.weights, *optimizer_variables(model)]
             changed += [v for memory in compression_memories(model) for v in memory.variables().values()]
         else:
-            changed = [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
-            changed += [leaves[0]._iterations, *getattr(leaves[0], "_accumulated_gradients", [])]
+            changed = [
+                v
+                for layer in keras_internals.FLATTEN_LAYERS.of(model)()
+                for v in keras_internals.NON_TRAINABLE_VARIABLES.of(layer)
+            ]
+            changed += [keras_internals.ITERATIONS.of(leaves[0]), *_accumulated_gradients(leaves[0])]
             # The loss scale and its counter.
-            changed += [v for each in optimizers_of(model) if each is not leaves[0] for v in each._variables]
+            changed += [
+                v for each in optimizers_of(model) if each is not leaves[0] for v in keras_internals.VARIABLES.of(each)
+            ]
         everything = [*changed, *model.metrics_variables, *random_streams(model)]
         variables = list({id(variable): variable for variable in everything}.values())
         self._copies = [(variable.value, tf.Variable(variable.value, trainable=False)) for variable in variables]
@@ -59,3 +66,9 @@ class StepSnapshot:
             for variable, copy in self._copies:
                 variable.assign(copy)
             self._step.assign(0)
+
+
+def _accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Those of an optimizer that is built to accumulate them."""
+    gradients = keras_internals.ACCUMULATED_GRADIENTS
+    return list(gradients.of(optimizer)) if gradients.is_in(optimizer) else []

@@ -11,6 +11,7 @@ import numpy as np
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from hvdtrain.errors import UsageError
 from hvdtrain.system import cores, cuda_libraries, environment, local_job, nvidia, tensorflow_start, versions
 
 _REBUILD = "rebuild the environment: delete .venvs and call launch/run again"
@@ -57,6 +58,19 @@ def find_versions() -> list[Finding]:
         fits = version in required.get(name, SpecifierSet())
         findings.append(Finding(name, version, None if fits else f"hvdtrain needs {name}{required[name]}: {_REBUILD}"))
     return findings
+
+
+def find_keras_internals() -> list[Finding]:
+    """Checks that Keras has what hvdtrain uses of it without it being documented, and calls what hvdtrain replaces."""
+    tensorflow_start.import_tensorflow()
+    from hvdtrain.seams import check, keras_internals
+
+    num_names = len(keras_internals.SEAMS) + len(keras_internals.IMPORTED_SEAMS)
+    try:
+        check.require_known_keras()
+    except UsageError as error:
+        return [Finding("Keras internals", "changed", str(error))]
+    return [Finding("Keras internals", f"all {num_names} that hvdtrain uses are there")]
 
 
 def find_horovod() -> list[Finding]:

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     findings = [
         *checks.checked("versions", checks.find_versions),
         *checks.checked("Horovod", checks.find_horovod),
+        *checks.checked("Keras internals", checks.find_keras_internals),
         checks.find_mpirun(),
         Finding("launcher", f"{launcher.name}, {launcher.size} rank(s)"),
         *checks.checked("allreduce", checks.try_allreduce),

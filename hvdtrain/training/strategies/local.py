@@ -15,6 +15,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd.averager import ParameterAverager
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.optim.pipeline import in_scope
+from hvdtrain.seams import keras_internals
 from hvdtrain.system import devices
 from hvdtrain.system.terminal import report
 from hvdtrain.training.metrics import LossOfSteps
@@ -90,7 +91,7 @@ class LocalStrategy(Strategy):
         progress.step = min(self._total_steps, max(progress.step, made))
         for leaf in leaves_of(self._model):
             # A learning-rate schedule follows the progress of the run, not the speed of this rank.
-            leaf._iterations.assign(progress.step)
+            keras_internals.ITERATIONS.of(leaf).assign(progress.step)
 
     def _make_steps(self, steps: int) -> None:
         if self._losses is not None:

@@ -1,0 +1,8 @@
+"""The internal names of Horovod that hvdtrain uses; its C++ is changed by ``launch/horovod``, for one version."""
+
+from hvdtrain.seams.seam import Seam
+
+OWN_OPTIMIZER = (
+    Seam("DistributedOptimizer", "_allreduce_grads", "tells Horovod's own optimizers", library="horovod"),
+    Seam("DistributedOptimizer", "_HAS_AGGREGATE_GRAD", "tells Horovod's own optimizers", library="horovod"),
+)

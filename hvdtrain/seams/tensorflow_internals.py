@@ -1,0 +1,18 @@
+"""The internal names of TensorFlow that hvdtrain uses."""
+
+from hvdtrain.seams.seam import ImportedSeam, Seam
+
+ITERATOR_RESOURCE = Seam(
+    "OwnedIterator",
+    "_iterator_resource",
+    "is given another dataset, so that a step is not compiled again",
+    library="tensorflow",
+)
+IS_DETERMINISTIC = ImportedSeam(
+    "tensorflow.python.framework.config",
+    "is_op_determinism_enabled",
+    "tells whether operations are deterministic",
+    library="tensorflow",
+)
+NO_INLINE = {"_noinline": True}
+"""Attributes of a function that stays a call in the graph, so that a profile shows its name."""
