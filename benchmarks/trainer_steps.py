@@ -8,7 +8,7 @@ from networks import NETWORKS, compiled, endless_batches
 import hvdtrain
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.training.config import StepConfig
-from hvdtrain.training.gradient_monitor import GradientMonitor
+from hvdtrain.training.gradient_record import GradientRecord
 from hvdtrain.training.step_times import StepTimes
 from hvdtrain.training.train_step import LossWeights, TrainStep
 
@@ -32,13 +32,13 @@ def trainer_steps(
     model = compiled(NETWORKS[name][0](), optimizer)
     model.optimizer.build(model.trainable_variables)
     times = StepTimes(1)
-    monitor = GradientMonitor(model.optimizer, times, on_nan="stop")
-    monitor.build(model.trainable_variables)
+    record = GradientRecord(1)
+    record.build(model.trainable_variables)
     return TrainStep(
         model,
         SimpleNamespace(iterator=endless_batches(name)),
         StepConfig(steps_per_execution=steps_per_execution, jit_compile=jit_compile),
         times=times,
-        monitor=monitor,
+        record=record,
         weights=LossWeights(is_weighted=False, has_fillers=False, loss_sums=False),
     )

@@ -223,7 +223,12 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(SHARDED_OPTIMIZER, ADASUM, COMPRESSION, why="each rank receives its part of the mean or the sum"),
     *_excludes(SHARDED_OPTIMIZER, SWAPPED_EMA, why="the callback needs the whole EMA on every rank"),
     Needs(COMPRESSION_AFTER, COMPRESSION),
-    *_excludes(LOCAL_LAYERS, GLOBAL_CLIP_NORM, why="the norm of all gradients differs between ranks"),
+    *_excludes(
+        LOCAL_LAYERS,
+        GLOBAL_CLIP_NORM,
+        why="the norm of all gradients differs between ranks",
+        instead="use clipnorm or clipvalue",
+    ),
     *_excludes(LOCAL_LAYERS, ADASUM, why="Adasum combines the gradients of all ranks"),
     *_excludes(LOCAL_LAYERS, SHARDED_OPTIMIZER, why="each rank updates its own layers"),
     *_excludes(

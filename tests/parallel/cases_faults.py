@@ -32,7 +32,7 @@ from hvdtrain.data import Arrays, TFRecords
 from hvdtrain.data.record_index import index_records
 from hvdtrain.distributed import bounded_messages, gradient_buckets
 from hvdtrain.errors import JobError, NonFiniteError
-from hvdtrain.training import gradient_monitor
+from hvdtrain.training import gradient_checks
 
 # The number of the first sample in the last file of write_records().
 LAST_FILE_START = 107
@@ -155,7 +155,7 @@ class BrokenGradient(keras.layers.Layer):
 def test_a_non_finite_gradient_is_named_with_its_variable(is_large, monkeypatch):
     """Also if gradients are so large that they are not kept until the step is known to be finite."""
     if is_large:
-        monkeypatch.setattr(gradient_monitor, "_HELD_BYTES", 0)
+        monkeypatch.setattr(gradient_checks, "_HELD_BYTES", 0)
         monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 64)
         monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
     x = X.copy()

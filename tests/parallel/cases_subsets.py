@@ -104,9 +104,9 @@ def test_local_layers_are_trained_by_each_rank_alone(op, as_variables):
 
 def test_what_local_layers_cannot_be_used_with():
     layer = layers.Dense(2)
-    with pytest.raises(UsageError, match="Use clipnorm or clipvalue"):
+    with pytest.raises(UsageError, match="use clipnorm or clipvalue"):
         hvdtrain.PartialDistributedOptimizer(keras.optimizers.SGD(global_clipnorm=1.0), local_layers=[layer])
-    with pytest.raises(UsageError, match="average or sum with local_layers"):
+    with pytest.raises(UsageError, match="an optimizer with local_layers excludes op='adasum'"):
         hvdtrain.PartialDistributedOptimizer(sgd(), local_layers=[layer], op="adasum")
     with pytest.raises(UsageError, match=r"layers or variables\. Received: 'dense'"):
         hvdtrain.PartialDistributedOptimizer(sgd(), local_layers=["dense"])
