@@ -1,4 +1,4 @@
-"""The table of docs/performance.md for 2 to 4,096 ranks, from the saved results of three benchmarks.
+"""The table of docs/results.md for 2 to 4,096 ranks, from the saved results of three benchmarks.
 
     launch/run python benchmarks/many_ranks_table.py
 
