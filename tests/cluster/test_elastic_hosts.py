@@ -10,7 +10,11 @@ from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, train_alone
 from laboratory import Laboratory, missing
 from launcher import Job
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.waits,
+    pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
+]
 
 STALL_S = 10.0
 STEPS = 800

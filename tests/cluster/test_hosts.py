@@ -15,7 +15,11 @@ import pytest
 from laboratory import FOLDER, Laboratory, missing
 from launcher import LONG, ROOT, Finished, Job, run_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timed,
+    pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
+]
 
 MPIRUN, HOROVODRUN = str(ROOT / "launch" / "mpirun.sh"), str(ROOT / "launch" / "horovodrun.sh")
 TRAIN = [sys.executable, "-m", "hvdtrain", "--deterministic", "--run-dir"]

@@ -9,7 +9,11 @@ import pytest
 from laboratory import Laboratory, LaboratoryError, missing, remove
 
 LAB = Path(laboratory.__file__).parent
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.waits,
+    pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
+]
 
 SERVER = """
 import socket

@@ -12,7 +12,11 @@ from launcher import ROOT, TESTS, Job, run_job
 from slurm import Slurm, missing
 
 lacks = [*laboratory.missing(), *missing()]
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacks), reason=f"Slurm in a lab needs {', '.join(lacks)}")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.waits,
+    pytest.mark.skipif(bool(lacks), reason=f"Slurm in a lab needs {', '.join(lacks)}"),
+]
 
 OPTIONS = ["--deterministic", "--checkpoint-every", "0", "--log-every", "50", "--eval-every", "5000"]
 TASKS = ["--nodes=2", "--ntasks-per-node=1"]

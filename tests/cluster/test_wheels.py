@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launcher import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 # Runs in a network namespace of its own, which has no route anywhere.
 INSTALL_AND_TRAIN = """

@@ -16,7 +16,7 @@ from launcher import LONG, ROOT, TESTS, Finished, Job
 
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 STEPS = 900
 FEW_BITS = ["--sync-every", "4", "--sync-dtype", "int4"]

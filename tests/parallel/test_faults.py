@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launcher import LONG, Finished, Job, listening, run_commands, run_job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 STEPS, EVERY = 120, 20
 TRAIN = [sys.executable, "-m", "hvdtrain"]

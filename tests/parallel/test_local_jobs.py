@@ -9,7 +9,7 @@ import pytest
 from launcher import LONG, run_job
 from test_faults import EVERY, STEPS, TRAIN, ended_in_time, flags, start, steps_of_checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 LOCAL = ["--mode", "local", "--sync-every", "6"]
 OVERLAP = [*LOCAL, "--overlap"]
