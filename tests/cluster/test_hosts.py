@@ -226,7 +226,7 @@ def test_unreachable_host_is_reported(lab):
 
 
 def test_port_in_use(lab):
-    """Row 20. If a site restricts the port range and no port in it is free, the job ends at once."""
+    """If a site restricts the port range and no port in it is free, the job ends at once."""
     listen = "import socket, time; taken = socket.create_server(('', 41000)); print(flush=True); time.sleep(100)"
     other = subprocess.Popen(lab.command("lab1", [sys.executable, "-c", listen]), stdout=subprocess.PIPE)
     try:
@@ -258,7 +258,7 @@ def test_different_version_on_a_host_is_reported(lab, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["mpirun", LONG("gloo")])
 def test_network_cut(launcher, lab):
-    """Row 8 of the list of faults: both sides stop; only one has written checkpoints, which can be resumed."""
+    """Both sides stop; only one has written checkpoints, which can be resumed."""
     run_dir = f"/mnt/cut-{launcher}"
     stall_s = 20  # the first step takes seconds on a busy machine
     options = ["--steps", "100000", "--checkpoint-every", "20", "--stall-timeout", str(stall_s)]
@@ -292,7 +292,7 @@ def ranks_left(job: Job) -> list[int]:
 
 @pytest.mark.long
 def test_network_with_packet_loss():
-    """Row 9: slower, but the same weights."""
+    """5 % of the packets are lost: the job is slower, but its weights are the same."""
     summaries = []
     for kind in ({}, {"loss": 0.05, "delay_ms": 200.0}):
         with Laboratory(2, **kind) as lab:
@@ -306,7 +306,7 @@ def test_network_with_packet_loss():
 
 
 def test_wait_free_does_not_wait_for_a_stopped_host(lab, tmp_path):
-    """Row 19: the other host continues meanwhile, and the steps of both are averaged."""
+    """The other host continues meanwhile, and the steps of both are averaged."""
     spec = {"fault": "SIGSTOP", "ranks": [1], "step": 20, "mark": str(tmp_path / "moment"), "made": str(tmp_path)}
     options = ["--steps", "200", "--mode", "local", "--sync-every", "5", "--wait-free"]
     train = [sys.executable, str(ROOT / "tests" / "parallel" / "faulty.py"), json.dumps({**spec, "step_s": 0.01})]

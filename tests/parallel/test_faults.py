@@ -106,7 +106,7 @@ def tracebacks(done: Finished, launcher: str) -> int:
     [LONG(1, "mpirun"), LONG(0, "mpirun"), LONG(1, "horovodrun"), (1, "horovodrun --gloo")],
 )
 def test_a_killed_rank(rank, launcher, uninterrupted, tmp_path):
-    """Rows 1 and 2 of the list of faults."""
+    """Rank 0, which writes the checkpoints, or another: the job ends and resumes from the last checkpoint."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGKILL", ranks=[rank], launcher=launcher)
     done = ended_in_time(job, mark)
@@ -120,7 +120,7 @@ def test_a_killed_rank(rank, launcher, uninterrupted, tmp_path):
 
 
 def test_a_rank_killed_during_a_save(uninterrupted, tmp_path):
-    """Row 3, in a real job; tests/single/test_interrupted_save.py tests all points of a save."""
+    """The incomplete checkpoint is not used. tests/single/test_interrupted_save.py tests all points of a save."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "kill in a save", step=60)
     ended_in_time(job, mark)
@@ -144,7 +144,7 @@ def test_a_rank_killed_during_a_save(uninterrupted, tmp_path):
     ],
 )
 def test_stop_signals(to, launcher, number, uninterrupted, tmp_path):
-    """Row 4: all ranks stop at one step and save it; no step is lost."""
+    """A stop signal: all ranks stop at one step and save it; no step is lost."""
     run_dir = tmp_path / "run"
     ranks = {"rank 0": [0], "rank 1": [1], "all ranks": [0, 1], "the launcher": [0]}[to]
     fault = number if to != "the launcher" else "SIGCONT"
@@ -170,7 +170,7 @@ def test_stop_signals(to, launcher, number, uninterrupted, tmp_path):
 
 
 def test_a_second_signal_ends_the_job_at_once(uninterrupted, tmp_path):
-    """Row 5: during the save that the first signal caused; the previous checkpoint stays intact."""
+    """It arrives during the save that the first signal caused; the previous checkpoint stays intact."""
     run_dir = tmp_path / "run"
     run_job([*TRAIN, *flags(run_dir, "--steps", "20")], ranks=2, timeout_s=90)
     job, mark = start(run_dir, "SIGTERM", sync_s=20, more=["--checkpoint-every", "0"])
@@ -206,7 +206,7 @@ def test_a_rank_that_hangs_before_it_starts(launcher, tmp_path):
 
 
 def test_a_stop_signal_while_a_rank_waits_for_input(uninterrupted, tmp_path):
-    """Row 4: the other ranks wait in that step; the job completes and saves it when the input arrives."""
+    """The other ranks wait in that step; the job completes and saves it when the input arrives."""
     run_dir = tmp_path / "run"
     input_s = 3
     job, mark = start(run_dir, "slow input", input_s=input_s, more=["--checkpoint-every", "0"])
@@ -222,7 +222,7 @@ def test_a_stop_signal_while_a_rank_waits_for_input(uninterrupted, tmp_path):
 
 @pytest.mark.parametrize("rank", [LONG(0), 1])
 def test_a_suspended_rank(rank, uninterrupted, tmp_path):
-    """Row 6: suspended for longer than the timeout, it is named and the job ends."""
+    """Suspended for longer than the timeout: the rank is named and the job ends."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGSTOP", ranks=[rank], more=["--stall-timeout", str(STALL_S)])
     done = job.end(90)
@@ -249,7 +249,7 @@ def test_a_hanging_rank(tmp_path):
 
 
 def test_a_briefly_suspended_rank(uninterrupted, tmp_path):
-    """Row 7: the others wait for it, and the result is the same."""
+    """Suspended for less than the timeout: the others wait for it, and the result is the same."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGSTOP", more=["--stall-timeout", "20"])
     wait_for_fault(job, mark)
@@ -277,7 +277,7 @@ def small_disk(tmp_path):
 
 
 def test_a_temporarily_full_disk(small_disk, uninterrupted):
-    """Row 10: training continues, each failure is reported, and checkpoints are written again when space is free."""
+    """Training continues, each failure is reported, and checkpoints are written again when space is free."""
     run_dir = small_disk / "run"
     spec = {"ranks": [0], "step": 50, "filler": str(small_disk / "filler"), "free_step": 95}
     spec["checkpoint"] = str(run_dir / "checkpoints" / "step-00000040")
@@ -293,7 +293,7 @@ def test_a_temporarily_full_disk(small_disk, uninterrupted):
 
 
 def test_a_permanently_full_disk(small_disk, uninterrupted, tmp_path):
-    """Row 10: after three consecutive failures the job ends; it can resume from earlier checkpoints."""
+    """After three consecutive failures the job ends; it can resume from earlier checkpoints."""
     run_dir = small_disk / "run"
     filler = small_disk / "filler"
     spec = {"ranks": [0], "step": 50, "filler": str(filler), "checkpoint": str(run_dir / "checkpoints/step-00000040")}
@@ -328,7 +328,7 @@ def test_a_disk_that_becomes_read_only(small_disk, uninterrupted, tmp_path):
 
 
 def test_damaged_checkpoints(uninterrupted, tmp_path):
-    """Row 11: the newest is reported and the previous one restored; if all are damaged, nothing is deleted."""
+    """One bit has changed: the damage is reported and the previous checkpoint restored. If none is intact, all stay."""
     run_dir = tmp_path / "run"
     job, mark = start(run_dir, "SIGKILL", step=67)
     ended_in_time(job, mark)
@@ -363,7 +363,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
 
 
 def test_unsuitable_folders(tmp_path):
-    """Row 12, and other folders that cannot hold the checkpoints: they are left untouched."""
+    """Complete, of other options, foreign or from a newer version: the job says which, and the folder is untouched."""
     run_dir = tmp_path / "run"
     job = run_job([*TRAIN, *flags(run_dir, "--steps", "5")], ranks=2, timeout_s=60)
     assert job.code == 0, job.output
@@ -407,7 +407,7 @@ def make_newer(checkpoint: Path) -> None:
 
 
 def test_a_changed_weight(tmp_path):
-    """Row 14."""
+    """Ranks whose weights differ are detected at the next check, which names the variable."""
     job, _ = start(tmp_path / "run", "weight", more=["--check-every", "10"])
     done = job.end(90)
     assert done.code == 70, done.output
@@ -417,7 +417,7 @@ def test_a_changed_weight(tmp_path):
 
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 def test_an_exception_in_one_rank(launcher, tmp_path):
-    """Row 18: the job reports its cause and traceback, no other rank's, in time."""
+    """The job ends in time and reports that rank's error and traceback, no other rank's."""
     job, mark = start(tmp_path / "run", "exception", launcher=launcher)
     done = ended_in_time(job, mark)
     assert done.code == 1, done.output
