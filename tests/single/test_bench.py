@@ -3,11 +3,11 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import keras
 import numpy as np
 import pytest
-from trainers import make_trainer
 
 import hvdtrain
 from hvdtrain.commands import cli
@@ -15,6 +15,7 @@ from hvdtrain.commands.bench import gpu_copies, measurements, report
 from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, LOCAL, SYNC, Block
 from hvdtrain.commands.bench.config import BenchConfig
 from hvdtrain.config.fields import as_dict
+from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices
 
@@ -123,7 +124,7 @@ def test_copies_to_and_from_a_gpu(monkeypatch):
     model = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(3)])
     model.compile("sgd", "mse")
     data = hvdtrain.data.Arrays(np.zeros((16, 5), np.uint8), np.zeros((16, 3), np.float32))
-    runner = make_trainer(model, data, batch_size=8, steps=1)._runner
+    runner = SimpleNamespace(model=model, source=data, plan=SamplePlan(num_samples=16, batch_size=8))
     monkeypatch.setattr(devices, "own_gpu", lambda: None)
     assert gpu_copies.measure(runner) is None
     monkeypatch.setattr(devices, "own_gpu", lambda: "/CPU:0")

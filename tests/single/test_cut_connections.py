@@ -2,23 +2,38 @@
 
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from hvdtrain.distributed import elastic
 from hvdtrain.distributed.elastic import ElasticCollectives
+from hvdtrain.system import environment
+from hvdtrain.system.launcher import Launcher
 
 
 @pytest.fixture
 def collectives(monkeypatch) -> ElasticCollectives:
     """Without Horovod: what connects are the sockets of the test."""
     monkeypatch.setattr(elastic, "_SHUT_INTERVAL_S", 0.05)
-    made = ElasticCollectives.__new__(ElasticCollectives)
-    made._sockets_lock, made._sockets, made._sockets_before = threading.Lock(), set(), None
-    return made
+    for name in ("set_place", "set_gloo_timeout_of_restarts"):
+        monkeypatch.setattr(environment, name, lambda *_: None)
+    for name in ("init", "shutdown"):
+        monkeypatch.setattr(f"horovod.tensorflow.{name}", lambda: None)
+    monkeypatch.setattr("horovod.tensorflow.size", lambda: 1)
+    return ElasticCollectives(Launcher("none", 0, 1, None, False))
+
+
+@pytest.fixture
+def restart(collectives, monkeypatch) -> Callable[[Callable[[], object]], None]:
+    """Starts the collectives again: the ranks connect as a function does."""
+
+    def restart(connect: Callable[[], object]) -> None:
+        monkeypatch.setattr("horovod.tensorflow.init", connect)
+        collectives.restart({"size": 2}, "lo", ("127.0.0.1", 1))
+
+    return restart
 
 
 @contextlib.contextmanager
@@ -39,28 +54,33 @@ def is_open(ends: tuple[socket.socket, socket.socket]) -> bool:
         return False
 
 
-def test_a_cut_shuts_what_belongs_to_the_ranks(collectives):
+def test_a_cut_shuts_what_belongs_to_the_ranks(collectives, restart):
     with contextlib.ExitStack() as stack:
         others = stack.enter_context(connection())
-        with collectives._noting_sockets():
-            ends = stack.enter_context(connection())
+        connected = []
+        restart(lambda: connected.append(stack.enter_context(connection())))
+        (ends,) = connected
         assert is_open(ends)
         collectives.cut()
         assert not is_open(ends)
         assert is_open(others)
 
 
-def test_a_cut_shuts_what_a_start_connects_later(collectives):
-    with collectives._noting_sockets():
+def test_a_cut_shuts_what_a_start_connects_later(collectives, restart):
+    def connect() -> None:
         collectives.cut()
         with connection() as ends:
             time.sleep(0.3)
             assert not is_open(ends)
 
+    restart(connect)
 
-def test_the_cut_of_a_start_does_not_shut_the_next_one(collectives):
-    with collectives._noting_sockets():
-        collectives.cut()
-    with collectives._noting_sockets(), connection() as ends:
-        time.sleep(0.3)
-        assert is_open(ends)
+
+def test_the_cut_of_a_start_does_not_shut_the_next_one(collectives, restart):
+    def connect() -> None:
+        with connection() as ends:
+            time.sleep(0.3)
+            assert is_open(ends)
+
+    restart(collectives.cut)
+    restart(connect)

@@ -1,11 +1,19 @@
 """What is logged of a GPU, with a fake TensorFlow and a fake NVML."""
 
+import importlib.util
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from hvdtrain.system import gpu_usage
+
+@pytest.fixture
+def gpu_usage():
+    """A fresh copy of the module, which keeps what library it has found."""
+    spec = importlib.util.find_spec("hvdtrain.system.gpu_usage")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class FakeTensorFlow:
@@ -52,12 +60,10 @@ class FakeNvml:
         ([0], "7", FakeNvml(), {"gpu_memory_mib": 3}),
     ],
 )
-def test_memory_and_utilization_are_those_of_the_own_gpu(gpus, shown, nvml, expected, monkeypatch):
+def test_memory_and_utilization_are_those_of_the_own_gpu(gpus, shown, nvml, expected, gpu_usage, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow", FakeTensorFlow(gpus))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    gpu_usage._nvml.cache_clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if shown is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     assert gpu_usage.gpu_gauges() == pytest.approx(expected)
-    gpu_usage._nvml.cache_clear()

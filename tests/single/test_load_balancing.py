@@ -44,12 +44,15 @@ def test_fixed_shares():
         split_batch(8, [1, 1], 3)
 
 
-def balancer(size: int, *, ranks_may_change: bool, **options) -> LoadBalancer:
+def time_shares() -> TimeShares:
+    return TimeShares(StepTimes(1), SingleProcessCollectives(), "a")
+
+
+def balancer(size: int, *, ranks_may_change: bool, times: TimeShares | None = None, **options) -> LoadBalancer:
     sizes = split_batch(48, [1] * size, 48)
     plan = SamplePlan(num_samples=100, batch_size=16, size=size, rank_batch_sizes=sizes)
     feed = TrainingFeed(Arrays(np.zeros((100, 1))), plan, BadSampleQuota(0, SingleProcessCollectives()))
-    times = TimeShares(StepTimes(1), SingleProcessCollectives(), "a")
-    return LoadBalancer(BalanceConfig(**options), feed, times, ranks_may_change=ranks_may_change)
+    return LoadBalancer(BalanceConfig(**options), feed, times or time_shares(), ranks_may_change=ranks_may_change)
 
 
 def test_shares_hold_until_the_ranks_change(capfd):
@@ -67,8 +70,9 @@ def test_shares_hold_until_the_ranks_change(capfd):
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 20}])
 def test_fewer_ranks_than_the_limit_needs_share_the_batch_all_the_same(options):
-    made = balancer(2, ranks_may_change=True, balance=True, **options)
-    made._times.all_steps = [np.full((2, 5, 3), [[[0.0, 1.0, 0.0]], [[0.0, 2.0, 0.0]]])]
+    times = time_shares()
+    made = balancer(2, ranks_may_change=True, times=times, balance=True, **options)
+    times.all_steps = [np.full((2, 5, 3), [[[0.0, 1.0, 0.0]], [[0.0, 2.0, 0.0]]])]
     made.update(0)
     assert made.rank_batch_sizes == ((24, 24) if options else (32, 16))
 
@@ -105,7 +109,8 @@ def test_a_rank_of_half_the_speed_gets_half_the_samples():
 def test_a_changed_speed_is_followed_within_two_intervals(changed_at):
     """Whenever in an interval it changes."""
     every, before, after = 16, (1.0, 0.5, 0.5), (0.5, 1.0, 0.25)
-    made = balancer(3, ranks_may_change=False, balance=True, balance_every=every)
+    times = time_shares()
+    made = balancer(3, ranks_may_change=False, times=times, balance=True, balance_every=every)
     window = []
     for step in range(changed_at + 2 * every):
         if step == changed_at:
@@ -113,7 +118,7 @@ def test_a_changed_speed_is_followed_within_two_intervals(changed_at):
         seconds = seconds_of(made.rank_batch_sizes, before if step < changed_at else after, [0.0] * 3)
         window.append([[0.0, each, 0.0] for each in seconds])
         if len(window) == every:
-            made._times.all_steps.append(np.array(window).swapaxes(0, 1))
+            times.all_steps.append(np.array(window).swapaxes(0, 1))
             window.clear()
             made.update(step + 1)
     assert made.rank_batch_sizes == (14, 7, 27)

@@ -12,10 +12,12 @@ import tensorflow as tf
 from small_checkpoints import checkpointer
 
 from hvdtrain.commands import run_directory, trained_run
+from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.run_directory import NoRunDirectory, open_run_directory
 from hvdtrain.commands.run_files import RunFiles
 from hvdtrain.commands.trained_run import has_ended
-from hvdtrain.errors import DataError
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import DataError, JobError
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
 from hvdtrain.system import atomic_files
 
@@ -188,23 +190,27 @@ def test_a_summary_of_wrong_types_means_an_incomplete_run(tmp_path):
     assert not has_ended(tmp_path / "run" / "summary.json", 5)
 
 
+def opened_config(path) -> RunConfig:
+    return trained_run.open_run(RunFiles(path), "digits", None, SingleProcessCollectives()).config
+
+
 def test_a_damaged_configuration_is_read_from_the_latest_intact_checkpoint(tmp_path, capfd):
     path = tmp_path / "run"
     path.mkdir()
     for step, seed in ((1, 5), (2, 6)):
-        saver = checkpointer(path / "checkpoints", facts={"config": {"seed": seed, "unknown": 1}})
+        saver = checkpointer(path / "checkpoints", facts={"config": {"seed": seed, "learning_rate": 0.1, "unknown": 1}})
         saver.restore()
         saver.save(step, wait=True)
     for content in (None, b"{"):
         if content is not None:
             (path / "config.json").write_bytes(content)
-        assert trained_run._read_config(RunFiles(path), "digits") == {"seed": 6}
+        assert opened_config(path).training.seed == 6
         assert "used the configuration in" in capfd.readouterr().err
     (path / "checkpoints" / "step-00000002" / "manifest.json").write_text("{}")
-    assert trained_run._read_config(RunFiles(path), "digits") == {"seed": 5}
+    assert opened_config(path).training.seed == 5
     (path / "config.json").write_text('{"seed": "many"}')
-    with pytest.raises(DataError, match=r"config.json must hold the options of a run.*seed must be a whole number"):
-        trained_run._make_config(trained_run._read_config(RunFiles(path), "digits"), path)
+    with pytest.raises(JobError, match=r"config.json must hold the options of a run.*seed must be a whole number"):
+        opened_config(path)
 
 
 @pytest.mark.parametrize("task", ["/home/other/task.py", "package.module:TASK", 5])

@@ -44,7 +44,8 @@ def test_cifar10_reads_a_label_and_three_planes(tmp_path):
     second[1 + 32 * 5 + 7] = 200  # red, row 5, column 7
     second[1 + 2048 + 31] = 100  # blue, row 0, column 31
     folder = write_cifar10(tmp_path, record(0, 1, 2, 3) + bytes(second))
-    images, labels = cifar10._read([folder / "cifar-10-batches-bin" / "data_batch_1.bin"])
+    training = cifar10.read_data(folder).training
+    images, labels = training.x, training.y
     assert labels.tolist() == [0, 9]
     assert images.shape == (2, 32, 32, 3)
     assert images[0, 4, 4].tolist() == [1, 2, 3]
@@ -259,7 +260,11 @@ def test_tabular_reports_an_invalid_label_with_file_and_offset(tmp_path):
         with tf.io.TFRecordWriter(str(tmp_path / f"{part}.tfrecord")) as writer:
             for value in (1, label):
                 values = {**dict.fromkeys(tabular.FEATURES, 3), "label": value}
-                writer.write(tabular._example(values).SerializeToString())
+                columns = {
+                    name: tf.train.Feature(int64_list=tf.train.Int64List(value=[each])) for name, each in values.items()
+                }
+                example = tf.train.Example(features=tf.train.Features(feature=columns))
+                writer.write(example.SerializeToString())
     data = tabular.TASK.read_data(tmp_path)
     (bad,) = data.training.find_bad(np.arange(2))
     assert bad.where.startswith(f"{tmp_path / 'train.tfrecord'}, record 1 at offset ")

@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.data import TFRecords, evaluation_dataset, record_index, training_dataset
+from hvdtrain.data.record_files import RecordFile, find_files
 from hvdtrain.data.record_index import RecordIndex
-from hvdtrain.data.record_table import RecordTable
+from hvdtrain.data.record_table import RecordTable, open_table
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DataError, JobError, UsageError
@@ -57,6 +58,12 @@ def whole(tmp_path) -> Path:
 def open_files(files, **options) -> TFRecords:
     first = Path(files[0] if isinstance(files, list) else files)
     return TFRecords(files, options.pop("parse", parse), **{"cache_dir": first.parent / "cache", **options})
+
+
+def indexed(path: Path) -> tuple[list[RecordFile], RecordTable]:
+    """The files and the table of an only rank."""
+    files = find_files([path], path.parent / "cache", SingleProcessCollectives())
+    return files, open_table(files, SingleProcessCollectives())
 
 
 def drawn(source, plan: SamplePlan, micro_batches: int, **options) -> list[tuple[list[int], float]]:
@@ -148,7 +155,7 @@ def test_batched_parse_equals_parse(folder):
         for ours, theirs in zip(training_dataset(at_once, plan).take(9), training_dataset(singly, plan), strict=False):
             for mine, other in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):
                 assert np.array_equal(mine, other)
-    place = at_once._files[0].path
+    place = folder / "0.tfrecord"
     change_byte(place, offset_of(place, 3) + 14)
     assert [bad.number for bad in at_once.find_bad(np.arange(5))] == [3]
 
@@ -371,18 +378,17 @@ def test_file_that_shrinks_while_it_is_read(whole):
 
 def test_all_ranks_must_find_the_files_of_rank_0(folder, monkeypatch):
     """Rank 0 has indexed a file that is one byte longer."""
-    found = open_files(folder / "0.tfrecord")
-    size = int(found._table.files.sizes[0])
-    longer = dataclasses.replace(found._table.files, sizes=np.array([size + 1]))
+    files, table = indexed(folder / "0.tfrecord")
+    size = int(table.files.sizes[0])
+    longer = dataclasses.replace(table.files, sizes=np.array([size + 1]))
     # What rank 0 contributes: its files, its table, and no error.
-    become_second_rank(monkeypatch, [found._files, RecordTable(longer, found._table.offsets), None])
+    become_second_rank(monkeypatch, [files, RecordTable(longer, table.offsets), None])
     with pytest.raises(JobError, match=rf"{size} bytes on this rank, {size + 1} on rank 0"):
         open_files(folder / "0.tfrecord")
 
 
 def test_only_rank_0_scans_the_files(folder, monkeypatch):
-    found = open_files(folder / "0.tfrecord")
-    become_second_rank(monkeypatch, [found._files, found._table])
+    become_second_rank(monkeypatch, list(indexed(folder / "0.tfrecord")))
     monkeypatch.setattr(record_index, "index_records", None)
     assert open_files(folder / "0.tfrecord").num_samples == 10
 
