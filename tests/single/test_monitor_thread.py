@@ -1,10 +1,11 @@
 """The monitor thread's deadlines, with a clock that the test advances."""
 
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,24 +27,27 @@ class Exited(BaseException):
 
 
 class MonitoredRank:
-    """Rank 0 of two, whose monitor is polled by the test; the test sends rank 1's messages.
+    """Rank 0, whose monitor is polled by the test; the test sends rank 1's messages.
 
     Args:
         connections: both ends of a connection.
+        size: the number of ranks; those from the third on are never heard of.
     """
 
-    def __init__(self, connections: tuple[Connection, Connection]):
+    def __init__(
+        self, connections: tuple[Connection, Connection], *, size: int = 2, stall_timeout_s: float = TIMEOUT_S
+    ):
         self.now = 100.0
         self.position = Position()
         self.stop_point = StopPoint()
-        own, self.peer = connections
+        self._own, self.peer = connections
         self.monitor = MonitorThread(
             0,
-            Channel(["a", "b"], {1: own}),
+            Channel([*"ab", *["c"] * (size - 2)], {1: self._own}),
             stop_point=self.stop_point,
             position=lambda: self.position,
             exit_actions=lambda: None,
-            stall_timeout_s=TIMEOUT_S,
+            stall_timeout_s=stall_timeout_s,
             clock=lambda: self.now,
         )
         self.poll()
@@ -65,7 +69,7 @@ class MonitoredRank:
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message from rank 1 and waits until it can be received."""
         self.peer.send(message)
-        wait_until(lambda: len(self.monitor._selector.select(1.0)))
+        wait_until(lambda: select.select([self._own], [], [], 1.0)[0])
 
     def received(self) -> list[str]:
         """Returns the kinds of the messages that rank 1 has received, except heartbeats."""
@@ -73,7 +77,7 @@ class MonitoredRank:
 
 
 @pytest.fixture
-def rank(monkeypatch) -> Iterator[MonitoredRank]:
+def make_rank(monkeypatch) -> Iterator[Callable[..., MonitoredRank]]:
     def exit_process(code: int) -> None:
         raise Exited(code)
 
@@ -82,10 +86,21 @@ def rank(monkeypatch) -> Iterator[MonitoredRank]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         other = listener.accept()[0]
-    rank = MonitoredRank((Connection(one), Connection(other)))
-    yield rank
-    rank.monitor._release()
-    rank.peer.close()
+    made = []
+
+    def make(**options) -> MonitoredRank:
+        made.append(MonitoredRank((Connection(one), Connection(other)), **options))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.monitor.release_in_child()  # Its thread was never started, and close() would wait for it.
+        rank.peer.close()
+
+
+@pytest.fixture
+def rank(make_rank) -> MonitoredRank:
+    return make_rank()
 
 
 def test_a_rank_without_heartbeats_is_named_after_the_timeout(rank, capfd):
@@ -97,7 +112,7 @@ def test_a_rank_without_heartbeats_is_named_after_the_timeout(rank, capfd):
     assert rank.received() == ["end"]
 
 
-def test_a_forked_child_leaves_the_connections_of_its_parent_watched(rank):
+def test_a_forked_child_leaves_the_connections_of_its_parent_watched(rank, capfd):
     child = os.fork()
     if child == 0:
         rank.monitor.release_in_child()
@@ -105,7 +120,9 @@ def test_a_forked_child_leaves_the_connections_of_its_parent_watched(rank):
     os.waitpid(child, 0)
     rank.send({"kind": "heartbeat", "position": Position(7, "training", 7)})
     rank.poll()
-    assert rank.monitor._peers[1].position.heartbeats == 7
+    with pytest.raises(Exited):
+        rank.advance(TIMEOUT_S + INTERVAL_S)
+    assert "last seen at step 7 (training)." in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("suspended_s", [2 * INTERVAL_S + 0.1, 100 * TIMEOUT_S])
@@ -167,12 +184,12 @@ def test_only_a_later_second_signal_ends_the_process_at_once(rank):
     assert rank.received() == ["end"]
 
 
-def test_the_launcher_is_watched_every_second_in_large_jobs_too(rank, monkeypatch):
+def test_the_launcher_is_watched_every_second_in_large_jobs_too(make_rank, monkeypatch):
     """Their heartbeats are a minute apart; horovodrun waits 5 s for its ranks to end."""
     is_running = True
     monkeypatch.setattr(monitor_thread.processes, "is_running", lambda process: is_running)
-    rank.monitor._heartbeat_interval_s = 60.0
-    rank.monitor._horovodrun = object()
+    monkeypatch.setattr(monitor_thread.processes, "horovodrun_above", object)
+    rank = make_rank(size=8000, stall_timeout_s=0)
     rank.poll()
     is_running = False
     rank.now += INTERVAL_S
