@@ -4,13 +4,11 @@ import json
 import socket
 import threading
 import time
-import urllib.error
 import urllib.request
 
 import pytest
 from made_up_jobs import wait_until
 
-from hvdtrain.distributed.rendezvous import Rendezvous
 from hvdtrain.fault_tolerance.elastic.coordinator import Coordinator
 from hvdtrain.fault_tolerance.elastic.membership import Membership
 
@@ -264,31 +262,20 @@ def test_a_process_with_other_options_is_refused(jobs):
     assert (job.coordinator.lost, len(members)) == (0, 2)
 
 
-def test_a_silent_member_is_removed(jobs):
+@pytest.mark.parametrize("heartbeats", [1, 0], ids=["trains", "waits for the silent one"])
+def test_a_silent_member_is_removed(jobs, heartbeats):
     now = [0.0]
     job = jobs(1, 2, clock=lambda: now[0])
     first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
     first.receive("begin")
     second.receive("begin")
     now[0] = 4.0
-    first.send(kind="heartbeat", heartbeats=1, step=1)
-    wait_until(lambda: any(peer.heartbeats == 1 for peer in job.coordinator._peers))
-    now[0] = 6.0
-    assert first.receive("cut")["generation"] == 1
-    assert any("no heartbeat for 5 s" in line for line in job.said)
-
-
-def test_who_has_waited_for_a_silent_member_has_time_to_hold(jobs):
-    now = [0.0]
-    job = jobs(1, 2, clock=lambda: now[0])
-    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
-    first.receive("begin")
-    second.receive("begin")
-    now[0] = 4.0
-    first.send(kind="heartbeat", heartbeats=0, step=1)  # Alive, but it waits for the other one.
+    first.send(kind="heartbeat", heartbeats=heartbeats, step=1)
     wait_until(lambda: any(peer.received_at == 4.0 for peer in job.coordinator._peers))
     now[0] = 6.0
     assert first.receive("cut")["generation"] == 1
+    assert any("no heartbeat for 5 s" in line for line in job.said)
+    # Also a member that has waited for the silent one has time to hold.
     time.sleep(0.1)
     assert job.coordinator.exit_code is None
     first.send(kind="hold", generation=1)
@@ -310,40 +297,3 @@ def test_the_member_that_the_others_wait_for_is_removed(jobs):
         time.sleep(0.05)
     assert first.receive("cut")["generation"] == 1
     assert any("the others have waited for it for 5 s" in line for line in job.said)
-
-
-def test_a_rendezvous_answers_when_there_is_an_answer(monkeypatch):
-    monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 60.0)
-    rendezvous = Rendezvous("127.0.0.1")
-    scope = f"http://127.0.0.1:{rendezvous.port}/global"
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(f"{scope}/1").read()))
-    asking.start()
-    time.sleep(0.1)
-    urllib.request.urlopen(urllib.request.Request(f"{scope}/1", b"an address", method="PUT")).close()
-    asking.join(10)
-    assert answers == [b"an address"]
-    monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 0.1)
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{scope}/2")
-    rendezvous.fail()
-    assert urllib.request.urlopen(f"{scope}/2").read() == b""
-    rendezvous.close()
-
-
-def test_all_ranks_may_connect_at_once_to_a_rendezvous():
-    rendezvous = Rendezvous("127.0.0.1")
-    rendezvous._server.shutdown()  # It accepts none from now on: all have to wait in the queue.
-    waiting = [socket.create_connection(("127.0.0.1", rendezvous.port), timeout=0.5) for _ in range(64)]
-    assert len(waiting) == 64
-    for each in waiting:
-        each.close()
-    rendezvous._server.server_close()
-
-
-def test_a_rendezvous_leaves_no_port():
-    rendezvous = Rendezvous("127.0.0.1")
-    port = rendezvous.port
-    rendezvous.close()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
