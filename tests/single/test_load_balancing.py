@@ -63,9 +63,8 @@ def test_shares_hold_until_the_ranks_change(capfd):
     assert capfd.readouterr().err.count("shares was for the ranks before") == 1
     # A newcomer is alone until it joins.
     assert balancer(1, ranks_may_change=True, shares="2,1,1").rank_batch_sizes == (48,)
-    for size, may_change in ((1, False), (2, True)):
-        with pytest.raises(UsageError, match=rf"shares must have a number for each rank\. .* for {size} rank"):
-            balancer(size, ranks_may_change=may_change, shares="2,1,1")
+    with pytest.raises(UsageError, match=r"shares must have a number for each rank\. .* for 2 rank"):
+        balancer(2, ranks_may_change=True, shares="2,1,1")
 
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 20}])

@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from trainers import make_trainer
+from trainers import make_trainer, train_config
 
 import hvdtrain
 from hvdtrain.data import Arrays
-from hvdtrain.distributed import bounded_messages
+from hvdtrain.distributed import bounded_messages, runtime
 from hvdtrain.errors import NonFiniteError, UsageError
+from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.system import devices
 from hvdtrain.training import xla
+from hvdtrain.training.step_runner import StepRunner
 
 hvdtrain.init()
 RNG = np.random.default_rng(0)
@@ -214,12 +216,20 @@ SYNCHRONIZED = {"more": [layers.BatchNormalization(synchronized=True)]}
 )
 def test_on_a_gpu_keras_chooses(has_gpu, by_keras, model_options, options, is_compiled, monkeypatch):
     monkeypatch.setattr(devices, "has_gpu", lambda: has_gpu)
-    model = make_model(**model_options)
-    model.jit_compile = by_keras
-    trainer = make_trainer(model, Arrays(TOKENS, LABELS), batch_size=16, epochs=1, **options)
-    assert trainer._runner.config.jit_compile == is_compiled
+
+    def made() -> keras.Model:
+        model = make_model(**model_options)
+        model.jit_compile = by_keras
+        return model
+
+    source, options = Arrays(TOKENS, LABELS), {"batch_size": 16, "epochs": 1, **options}
+    collectives = runtime.collectives()
+    runner = StepRunner(
+        made(), source, train_config(**options), collectives=collectives, job_watch=JobWatch(collectives)
+    )
+    assert runner.config.jit_compile == is_compiled
     if is_compiled:
-        assert np.isfinite(trainer.fit()["loss"])
+        assert np.isfinite(make_trainer(made(), source, **options).fit()["loss"])
 
 
 def test_batch_normalization_over_ranks_is_refused():
