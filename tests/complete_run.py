@@ -39,8 +39,9 @@ def junit_tests(path: Path) -> dict[tuple[str, str], str | None]:
 
 def require_complete(collected: set[tuple[str, str]], runs: dict[str, dict[tuple[str, str], str | None]]) -> str:
     """How many tests ran, and how many were skipped for which reason."""
-    problems = [] if collected else ["no test was collected"]
-    problems += [f"no test ran: {run}" for run, tests in runs.items() if None not in tests.values()]
+    if not collected:
+        raise IncompleteError("no test was collected: is COLLECTED the output of pytest --collect-only -q?")
+    problems = [f"no test ran: {run}" for run, tests in runs.items() if None not in tests.values()]
     times = Counter(test for tests in runs.values() for test in tests)
     outcomes = {test: reason for tests in runs.values() for test, reason in tests.items()}
     for test in sorted(collected | set(outcomes)):

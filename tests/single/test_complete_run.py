@@ -40,7 +40,7 @@ def test_an_incomplete_run_is_reported(runs, message):
 
 def test_nothing_collected_is_reported():
     with pytest.raises(complete_run.IncompleteError, match="no test was collected"):
-        complete_run.require_complete(set(), {})
+        complete_run.require_complete(set(), RUNS)
 
 
 TESTS = r"""
