@@ -1,5 +1,6 @@
 """Whether this version of Keras has the names that hvdtrain uses, and calls what hvdtrain replaces."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def require_known_keras() -> None:
     def watch(thing: Any, *seams: Seam) -> None:
         for seam in seams:
             method = seam.of(thing)
-            seam.set(thing, _noting(lambda seam=seam: called.add(seam), method))
+            seam.set(thing, _noting(functools.partial(called.add, seam), method))
 
     normalization = keras.layers.BatchNormalization()
     inputs = keras.Input((3,))
