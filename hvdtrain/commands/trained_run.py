@@ -22,7 +22,7 @@ from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report
 from hvdtrain.tasks.names import BUILT_IN
 from hvdtrain.tasks.task import Task
-from hvdtrain.training.train_step import build_by_tracing
+from hvdtrain.training.tracing import build_by_tracing
 
 _CONFIG = "config.json"
 

@@ -42,7 +42,8 @@ from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import EXCHANGE_EVERY, StepTimes, TimeShares
 from hvdtrain.training.strategies.factory import make_strategy
 from hvdtrain.training.strategies.strategy import StrategyContext
-from hvdtrain.training.train_step import LossWeights, TrainStep, build_by_tracing, trace_train_step
+from hvdtrain.training.tracing import build_by_tracing, trace_train_step
+from hvdtrain.training.train_step import LossWeights, TrainStep
 from hvdtrain.training.xla import is_chosen
 
 _UNLIMITED_STEPS = 10**9
@@ -137,7 +138,13 @@ class StepRunner:
         )
         self.strategy = make_strategy(
             StrategyContext(
-                model, lambda: self.plan, self.progress, self.feed, self.train_step, collectives, job_watch
+                model=model,
+                plan=lambda: self.plan,
+                progress=self.progress,
+                feed=self.feed,
+                train_step=self.train_step,
+                collectives=collectives,
+                job_watch=job_watch,
             ),
             config,
             total_steps=total_steps or _UNLIMITED_STEPS,

@@ -12,7 +12,6 @@ import tensorflow as tf
 from hvdtrain.config.exclusions import JIT_COMPILE, QUORUM, Option
 from hvdtrain.config.wording import option
 from hvdtrain.data.feeds import TrainingFeed
-from hvdtrain.distributed import replica_consistency
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import optimizers_of
@@ -20,7 +19,7 @@ from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.global_loss import UncompilableLossError, loss_error, require_one_number
 from hvdtrain.optim.keras_calls import call_weigh_and_mark, finite_losses, run_train_step
-from hvdtrain.optim.pipeline import Pipelines, Scope, in_scope, pipelines_of, require_pipelines
+from hvdtrain.optim.pipeline import Pipelines, Scope, in_scope, require_pipelines
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.gradient_checks import DeviceCheck, host_checks, is_not_finite
 from hvdtrain.training.gradient_record import GradientRecord
@@ -467,39 +466,6 @@ class TrainStep:
         # A user's own train_step need not call scale_loss. The gradient of a weighted loss is the weighted gradient.
         weighted = [None if each is None else with_values(each, self._weighted(values_of(each))) for each in gradients]
         return self._marker.mark(None, weighted)
-
-
-def build_by_tracing(model: keras.Model, element_spec: Any) -> None:
-    """Creates the variables of a model that is not built, and of its optimizers if it has several.
-
-    Only its ``train_step`` knows how it calls its parts, and which variables each optimizer trains.
-
-    Args:
-        element_spec: of ``(data, sample_weight)``, as the feed yields it.
-
-    Raises:
-        UsageError: the model has no variables.
-    """
-    if not replica_consistency.is_built(model) or not (
-        optimizers_of(model) == [model.optimizer] or all(each.built for each in optimizers_of(model))
-    ):
-        trace_train_step(model, element_spec)
-    if not model.variables:
-        raise UsageError(f"model {model.name!r} must have variables to train. Received: none.")
-
-
-def trace_train_step(model: keras.Model, element_spec: Any) -> None:
-    """Traces a model's ``train_step``, which creates the variables that it needs, and runs nothing.
-
-    Args:
-        element_spec: of ``(data, sample_weight)``, as the feed yields it.
-    """
-    data, _ = element_spec
-    step = tf.function(tf.autograph.experimental.do_not_convert(lambda data: [model.train_step(data), None][1]))
-    # Replicas become equal later.
-    with in_scope([(leaf, dataclasses.replace(pipeline, start=None)) for leaf, pipeline in pipelines_of(model)]):
-        step.get_concrete_function(data)
-    model.reset_metrics()
 
 
 def _restore_unless(condition: tf.Tensor, values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> None:

@@ -73,7 +73,7 @@ class Trainer:
     ):
         self.model = model
         self._data = data = data if isinstance(data, Data) else Data(data)
-        self._config = config
+        self._config = config = _resolved(config, callbacks)
         self._collectives = collectives = collectives or runtime.current().collectives
         self._reports_all = reporter == "console"
         self._reporter = (
@@ -83,9 +83,6 @@ class Trainer:
         self._checkpointer = checkpointer
         plan = sample_plan(data.training, config, collectives)
         self.total_steps = total_steps(config, plan)
-        if any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks):
-            on_nan = "ignore" if config.guards.on_nan == "stop" else config.guards.on_nan
-            config = with_options(config, {"on_nan": on_nan})
         self._runner = StepRunner(
             model,
             data.training,
@@ -397,3 +394,11 @@ class Trainer:
             guard=config.guards.guard_every,
             exchange=self._runner.exchange_every,
         )
+
+
+def _resolved(config: TrainConfig, callbacks: Sequence[keras.callbacks.Callback]) -> TrainConfig:
+    """The configuration that all parts use: TerminateOnNaN decides instead of ``on_nan="stop"``."""
+    if config.guards.on_nan != "stop":
+        return config
+    terminates = any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
+    return with_options(config, {"on_nan": "ignore"}) if terminates else config
