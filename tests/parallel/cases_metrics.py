@@ -66,8 +66,8 @@ def test_metric_over_uneven_shards(name):
         y, p = (rng.random((count, 1)) > 0.5).astype(np.float32), rng.random((count, 1)).astype(np.float32)
     cuts = [0, 3, *np.linspace(3, count, SIZE).astype(int)[1:]]
 
-    class Holder:
-        """What reduced_results() requires of a model."""
+    class Holder(keras.Model):
+        """A model with this metric alone."""
 
         metrics = (metric,)
 
