@@ -145,6 +145,7 @@ def _velocities(optimizer: Any) -> list[keras.Variable]:
     # Scaling them has the effect of scaling the momentum, which Keras compiles into the step, for one update.
     if not getattr(optimizer, "momentum", 0) or not optimizer.built:
         return []
-    if not hasattr(optimizer, "momentums") and not keras_internals.MOMENTUMS.is_in(optimizer):
-        return []
-    return list(getattr(optimizer, "momentums", None) or keras_internals.MOMENTUMS.of(optimizer))
+    if hasattr(optimizer, "momentums"):
+        return list(optimizer.momentums)
+    momentums = keras_internals.MOMENTUMS
+    return list(momentums.of(optimizer)) if momentums.is_in(optimizer) else []

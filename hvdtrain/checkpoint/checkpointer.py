@@ -265,9 +265,8 @@ class Checkpointer:
             if own:
                 raise DataError(
                     f"{option('resume', 'never')} requires a folder without checkpoints. Received: "
-                    f"{self._folder.name}, which holds "
-                    f"{len(own)}. It was left untouched; use another {option('run_dir', argument='folder')}, or "
-                    f"{option('resume', 'auto')}."
+                    f"{self._folder.name}, which holds {len(own)}. It was left untouched; use another "
+                    f"{option('run_dir', argument='folder')}, or {option('resume', 'auto')}."
                 )
             return None
         candidates = own

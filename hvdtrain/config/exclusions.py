@@ -197,6 +197,12 @@ RULES: Sequence[Excludes | Needs] = (
     ),
     *_excludes(QUORUM, SHARDED_OPTIMIZER, why="a late rank makes the updates that it missed, from its own state"),
     *_excludes(QUORUM, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
+    *_excludes(
+        QUORUM,
+        STREAM,
+        why="the rest of an epoch is divided again, by the numbers of its samples",
+        instead="use arrays, TFRecords or hvdtrain.data.RandomAccess",
+    ),
     *_excludes(QUORUM, EAGER_MODEL, why="both halves of a step are compiled"),
     *_excludes(QUORUM, COUNTED_LOSS, why="a late rank does not communicate in the forward pass"),
     *(Needs(each, QUORUM) for each in (STEP_DEADLINE, STEP_GRACE, MAX_MISSED_UPDATES, RECORD, REPLAY)),

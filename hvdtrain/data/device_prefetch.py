@@ -21,7 +21,6 @@ def prefetch_to(device: str, dataset: tf.data.Dataset) -> tf.data.Dataset:
         if not isinstance(spec, tf.TensorSpec) or spec.dtype in (tf.string, tf.variant):
             raise UsageError(
                 f"{option('prefetch_to_device', True)} copies dense tensors of numbers. Received: samples with "
-                f"{spec}. Leave the "
-                "option out, or convert them in the source."
+                f"{spec}. Leave the option out, or convert them in the source."
             )
     return dataset.apply(tf.data.experimental.prefetch_to_device(device, _BATCHES_AHEAD))

@@ -41,8 +41,8 @@ def logger_names(text: str | None) -> list[str]:
         if logger.library is not None and importlib.util.find_spec(logger.library) is None:
             raise UsageError(
                 f"{option('loggers', name)} needs the package {logger.library}. Received: a Python without it. "
-                "Install it: "
-                f"HVDTRAIN_EXTRAS={logger.library} launch/run …, or pip install 'hvdtrain[{logger.library}]'"
+                f"Install it: HVDTRAIN_EXTRAS={logger.library} launch/run …, or pip install "
+                f"'hvdtrain[{logger.library}]'"
             )
     return list(dict.fromkeys(names))
 

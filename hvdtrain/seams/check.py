@@ -48,19 +48,18 @@ def require_known_keras() -> None:
     names.SYMBOLIC_BUILD.of(model)(data_batch=(keras.KerasTensor(x.shape), keras.KerasTensor(y.shape)))
     for _ in range(_STEPS):
         model.train_step((keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)))
-    metrics = names.COMPILED_METRICS.of(model)
+    with_momentums = keras.optimizers.RMSprop(momentum=0.9)
+    with_momentums.build(model.trainable_variables)
     owners = {
         "Layer": normalization,
         "BatchNormalization": normalization,
         "Model": model,
         "Functional": model,
-        "CompileMetrics": metrics,
+        "CompileMetrics": names.COMPILED_METRICS.of(model),
         "Optimizer": optimizer,
-        "SGD": keras.optimizers.Adam(),
+        "RMSprop": with_momentums,
     }
     for seam in names.SEAMS:
-        if seam is names.MOMENTUMS:  # An optimizer has it only after it is built.
-            owners["SGD"].build(model.trainable_variables)
         seam.of(owners[seam.owner])
         if seam.is_called and seam not in called:
             raise unsupported("keras", f"{seam.owner}.{seam.name}, which {seam.use}, not called")

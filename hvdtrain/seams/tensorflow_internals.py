@@ -15,4 +15,4 @@ IS_DETERMINISTIC = ImportedSeam(
     library="tensorflow",
 )
 NO_INLINE = {"_noinline": True}
-"""Attributes of a function that stays a call in the graph, so that a profile shows its name."""
+"""Attributes of a function that stays one operation in the graph that calls it."""

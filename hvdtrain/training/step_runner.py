@@ -80,6 +80,7 @@ class StepRunner:
             raise UsageError(f"model {model.name!r} must be compiled with an optimizer. Received: a model without one.")
         jit_compile_is_optional = config.jit_compile is None
         facts = {**facts_of(config), **_conditions(model, source, config, collectives)}
+        exclusions.require_compatible(facts)
         config = with_options(config, {"jit_compile": is_chosen(model, config, facts)})
         self.model = model
         self.source = source

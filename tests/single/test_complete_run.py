@@ -66,7 +66,7 @@ def test_without_reason():
     pass
 
 def test_skips_without_reason():
-    pytest.skip()
+    pytest.skip("")
 """
 
 

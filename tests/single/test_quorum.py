@@ -12,7 +12,7 @@ from trainers import make_trainer, train_config
 
 import hvdtrain
 from hvdtrain.checkpoint import plain_values
-from hvdtrain.data import Arrays, Stream
+from hvdtrain.data import Arrays
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.single_process import SingleProcessCollectives
@@ -307,13 +307,6 @@ def test_a_replay_of_another_run_is_refused():
     ledger.record((0, 1, 3))
     with pytest.raises(UsageError, match=r"Received: ranks \[\] for update 3, of 2 in the file"):
         ledger.rule()
-
-
-def test_streams_are_refused():
-    plan = SamplePlan(num_samples=8, batch_size=2, shuffle=False)
-    stream = Stream(tf.data.Dataset.range(8))
-    with pytest.raises(UsageError, match="can be read by number"):
-        QuorumFeed(stream, plan, BadSampleQuota(0, SingleProcessCollectives()))
 
 
 @pytest.mark.parametrize(

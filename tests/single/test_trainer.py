@@ -377,10 +377,11 @@ def test_bad_options(options, message):
         make_trainer(make_model(), Arrays(X, Y), batch_size=7, epochs=1, **options)
 
 
-def test_a_stream_cannot_be_read_from_within_an_epoch_with_other_batches():
+@pytest.mark.parametrize(("options", "name"), [({"rescale": True}, "rescale=True"), ({"quorum": 1}, "quorum")])
+def test_a_stream_cannot_be_read_from_within_an_epoch_with_other_batches(options, name):
     stream = Stream(tf.data.Dataset.from_tensor_slices((X, Y)))
-    with pytest.raises(UsageError, match=r"rescale=True excludes a tf\.data\.Dataset"):
-        make_trainer(make_model(), stream, batch_size=7, epochs=1, rescale=True)
+    with pytest.raises(UsageError, match=rf"{name} excludes a tf\.data\.Dataset"):
+        make_trainer(make_model(), stream, batch_size=7, epochs=1, **options)
 
 
 def test_a_stop_request_is_received_while_a_rank_waits_for_input():

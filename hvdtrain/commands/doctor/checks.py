@@ -105,8 +105,8 @@ def find_gpus(num_gpus: int, hardware: nvidia.Hardware, *, has_nccl: bool) -> li
         path = "reduced on the GPU, by NCCL"
         if not has_nccl:
             path = (
-                "copied to the host, reduced there and copied back, which took 35 ms for 100 MB on an H100, by NCCL 3: "
-                "HOROVOD_GPU_OPERATIONS=NCCL launch/run … builds Horovod with it"
+                "copied to the host, reduced there and copied back, which took 35 ms for 100 MB on an H100 with one "
+                "rank. HOROVOD_GPU_OPERATIONS=NCCL launch/run … builds Horovod with NCCL, which reduces them on the GPU"
             )
         return [Finding("GPUs", str(num_gpus)), Finding("gradients", path)]
     if not hardware.names:

@@ -29,8 +29,7 @@ class ContributionFile:
             if found < updates:
                 raise UsageError(
                     f"{option('record')} must continue the file of the resumed run. Received: {self._path} with "
-                    f"{found} "
-                    f"updates of {updates}. Leave {option('record')} out, or start the run from the beginning."
+                    f"{found} updates of {updates}. Leave {option('record')} out, or start the run from the beginning."
                 )
             # In place: a run that is killed before it saves again will need these lines.
             lines = self._path.read_bytes().splitlines(keepends=True)

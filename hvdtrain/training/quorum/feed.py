@@ -6,14 +6,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.config.wording import option
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.pipeline import training_dataset
 from hvdtrain.data.sample_plan import SamplePlan
-from hvdtrain.data.stream import Stream
-from hvdtrain.errors import UsageError
 from hvdtrain.training.quorum.shares import EpochShares, MicroBatch
 
 _Key = tuple[int, int, int]
@@ -43,19 +40,9 @@ class _DealtPlan(SamplePlan):
 
 
 class QuorumFeed(TrainingFeed):
-    """Reads the micro-batches of :class:`~hvdtrain.training.quorum.shares.EpochShares`.
-
-    Raises:
-        UsageError: the source can be read in its own order only.
-    """
+    """Reads the micro-batches of :class:`~hvdtrain.training.quorum.shares.EpochShares`."""
 
     def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
-        if isinstance(source, Stream):
-            raise UsageError(
-                f"{option('quorum')} redistributes the rest of an epoch, which needs samples that can be read by "
-                "number. Received: a "
-                "stream (tf.data.Dataset). Use arrays, TFRecords or hvdtrain.data.RandomAccess."
-            )
         super().__init__(source, plan, quota, device)
         self._next: _Key | None = None
         """What the iterator yields next."""

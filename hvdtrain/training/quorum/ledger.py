@@ -77,9 +77,8 @@ class QuorumLedger:
         if not found or not set(found) <= set(active):
             raise UsageError(
                 f"{option('replay')} must be the record of a run with the same data and batches, at least as long. "
-                "Received: "
-                f"ranks {list(found)} for update {self.updates + 1}, of {len(self._replayed)} in the file; samples are "
-                f"left to ranks {list(active)}."
+                f"Received: ranks {list(found)} for update {self.updates + 1}, of {len(self._replayed)} in the file; "
+                f"samples are left to ranks {list(active)}."
             )
         return found
 

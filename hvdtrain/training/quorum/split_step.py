@@ -21,7 +21,6 @@ class SplitStep:
     Args:
         model: built, with its metrics; its optimizer is distributed.
         element_spec: of the data, as ``train_step`` takes it.
-
     """
 
     def __init__(self, model: keras.Model, train_step: TrainStep, element_spec: Any):
