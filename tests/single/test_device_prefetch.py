@@ -18,7 +18,7 @@ def test_steps_are_those_without_prefetching():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert "at most 1" in found.pop("too many")
-    assert "--prefetch-to-device copies dense tensors of numbers. Received: samples with" in found.pop("strings")
+    assert "prefetch_to_device=True copies dense tensors of numbers. Received: samples with" in found.pop("strings")
     assert found.pop("without a GPU") == "CPU:0"
     assert len(found) == 5
     for name, each in found.items():
