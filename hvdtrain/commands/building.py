@@ -19,7 +19,7 @@ from hvdtrain.seams import keras_internals
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.step_runner import sample_plan, total_steps
+from hvdtrain.training.plan import sample_plan, total_steps
 
 TaskConfigT = TypeVar("TaskConfigT", bound=TaskConfig)
 

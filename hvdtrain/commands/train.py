@@ -24,16 +24,15 @@ from hvdtrain.config.fields import as_dict, facts_of, with_options
 from hvdtrain.config.wording import flag_of
 from hvdtrain.data import Data
 from hvdtrain.distributed import gpu_sharing, runtime
-from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
-from hvdtrain.optim.learning_rate import scaled_learning_rate
 from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
 from hvdtrain.system.supervisor_client import note_listener
 from hvdtrain.tasks.names import short_name
 from hvdtrain.tasks.task import Task
+from hvdtrain.training.rescaling import rescale_learning_rate
 from hvdtrain.training.trainer import Trainer
 
 
@@ -159,13 +158,9 @@ class Run:
         self.reporter.finished(summary)
 
     def _rescale_learning_rate(self, model: keras.Model, ranks_before: int) -> None:
-        """With --rescale, applies --lr-scaling to the learning rate that the run has, which a callback may have set."""
-        scaling, num_ranks = self._config.learning_rate.lr_scaling, self._session.collectives.size
-        if not self._config.training.rescale or scaling == "none":
-            return
-        factor = scaled_learning_rate(1.0, scaling, num_ranks) / scaled_learning_rate(1.0, scaling, ranks_before)
-        for optimizer in leaves_of(model):
-            optimizer.learning_rate = float(optimizer.learning_rate) * factor
+        if self._config.training.rescale:
+            scaling, ranks = self._config.learning_rate.lr_scaling, self._session.collectives.size
+            rescale_learning_rate(model, scaling, ranks_before=ranks_before, ranks=ranks)
 
     def _take_over_if_first(self, trainer: Trainer) -> None:
         """Continues what the rank 0 of before has written, if this process is rank 0 now."""

@@ -22,8 +22,7 @@ class BadSampleQuota:
         self._collectives = collectives
         self._places: set[str] = set()
 
-    @property
-    def places(self) -> set[str]:
+    def state(self) -> set[str]:
         """Locations of the samples that this rank has counted."""
         return self._places
 

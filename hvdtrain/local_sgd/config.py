@@ -34,8 +34,7 @@ class LocalSGDConfig(Config):
     """Average in the background while ranks continue to train."""
     wait_free: bool = False
     """Do not wait for stragglers: faster ranks make more steps until the slowest has made its own."""
-    # Not in the text by which checkpoints know their run: older ones have no such option.
-    sync_dtype: Literal["float32", "int8", "int4"] = dataclasses.field(default="float32", repr=False)
+    sync_dtype: Literal["float32", "int8", "int4"] = "float32"
     """Data type in which displacements of weights are sent; integers with scales and error feedback."""
     sync_steps_first: int = 0
     """Steps in sync mode before local SGD begins (post-local SGD)."""

@@ -53,10 +53,11 @@ class RankCallbacks:
             steps=steps_per_epoch,
             verbose=0,
         )
+        self._has_begun = False
+        self._resumed_state: Sequence[Mapping[str, Any]] | None = None
         # Of all callbacks, not only this rank's: every rank acts on it.
         self.use_train_batches = any(uses_train_batches(each) for each in callbacks)
         self.use_test_batches = any(overrides(each, TEST_BATCH_HOOKS) for each in callbacks)
-        self.terminate_on_nan = any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
         self.swap_averaged_weights = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
 
     def rank_changed(self) -> None:
@@ -90,19 +91,23 @@ class RankCallbacks:
         checkpoints = [each for each in self._callbacks if isinstance(each, keras.callbacks.ModelCheckpoint)]
         return [each.save_freq for each in checkpoints if each.save_freq != "epoch"]
 
-    def train_begins(self, state: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Before the first step; ``state`` is that of the run resumed from, see :meth:`state`."""
+    def train_begins(self) -> None:
+        """Before the first step."""
         self._model.stop_training = False
-        if state is not None:
+        if self._resumed_state is not None:
             for callback in self._callbacks:
                 if isinstance(callback, keras.callbacks.CSVLogger):
                     callback.append = True
         self._list.on_train_begin()
         self._at_beginning = [_plain_attributes(callback) for callback in self._callbacks]
-        self.restore(state or [])
+        self._has_begun = True
+        self.restore(self._resumed_state or [])
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Restores what :meth:`state` returned."""
+        """Restores what :meth:`state` returned, at the latest when training begins, which resets callbacks."""
+        if not self._has_begun:
+            self._resumed_state = state
+            return
         for callback, saved in zip(self._callbacks, state, strict=False):
             if saved["class"] == type(callback).__name__:
                 vars(callback).update(saved["attributes"])

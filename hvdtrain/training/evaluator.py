@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 import keras
 import tensorflow as tf
 
-from hvdtrain.data import Source
 from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.job_watch import JobWatch
@@ -15,7 +14,6 @@ from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.eval_step import EvalStep
 from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.metrics import results_if_complete
-from hvdtrain.training.step_runner import StepRunner
 
 
 class Evaluator:
@@ -93,17 +91,3 @@ class Evaluator:
                 callbacks.test_batch_ends(batch)
             batch += 1
         return False
-
-
-def make_evaluator(runner: StepRunner, source: Source | None, *, uses_ema: bool) -> Evaluator | None:
-    """The evaluator of a training run; None if there are no samples to evaluate on."""
-    if source is None:
-        return None
-    return Evaluator(
-        runner.model,
-        EvaluationFeed(source, runner.config.batch_size, runner.collectives, runner.quota),
-        runner.collectives,
-        uses_ema=uses_ema,
-        synchronized=runner.strategy.synchronized,
-        job_watch=runner.job_watch,
-    )

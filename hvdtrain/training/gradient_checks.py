@@ -47,7 +47,7 @@ class HostCheck:
             keras.ops.cond(
                 is_due, lambda: record.record_copies(reduced.gather(reduced.gradients), variables), lambda: None
             )
-        if reduced.lost:
+        if reduced.lost and record.compression_error_every:
             record.expect_compression()
             is_due = step % record.compression_error_every == 0
             keras.ops.cond(is_due, lambda: _record_compression_error(record, reduced), lambda: None)

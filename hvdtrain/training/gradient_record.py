@@ -10,7 +10,9 @@ import tensorflow as tf
 from hvdtrain.config.wording import option
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import NonFiniteError
+from hvdtrain.loggers.config import LoggingConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +32,10 @@ class GradientRecord:
     Args:
         num_optimizers: of the model.
         copy_every: steps between copies of the averaged gradients, for histograms; 0: none.
-        compression_error_every: steps between measurements of the compression error.
+        compression_error_every: steps between measurements of the compression error; 0: none.
     """
 
-    def __init__(self, num_optimizers: int, *, copy_every: int = 0, compression_error_every: int = 1):
+    def __init__(self, num_optimizers: int, *, copy_every: int = 0, compression_error_every: int = 0):
         self.copy_every = copy_every
         self.compression_error_every = compression_error_every
         self._half_squared_norms = [tf.Variable(0.0, trainable=False) for _ in range(num_optimizers)]
@@ -118,6 +120,10 @@ class GradientRecord:
         """Number of steps skipped so far, the same on every rank."""
         return int(self._skipped.numpy())
 
+    def state(self) -> int:
+        """What a checkpoint keeps of this rank."""
+        return self.skipped_steps()
+
     def restore(self, skipped_steps: int) -> None:
         """Continues to count from this number."""
         self._skipped.assign(skipped_steps)
@@ -150,6 +156,16 @@ class GradientRecord:
             f"({option('on_nan', 'skip')}).",
             rank=collectives.rank if collectives.size == 1 else None,
         )
+
+
+def make_record(model: keras.Model, logging: LoggingConfig | None = None) -> GradientRecord:
+    """The record of a model's steps, with what the logs need; by default norms only."""
+    num_optimizers = len(leaves_of(model))
+    if logging is None:
+        return GradientRecord(num_optimizers)
+    return GradientRecord(
+        num_optimizers, copy_every=logging.histograms_every, compression_error_every=logging.log_every
+    )
 
 
 def culprits_text(culprits: Sequence[Culprit]) -> str:

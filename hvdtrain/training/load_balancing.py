@@ -11,7 +11,7 @@ from hvdtrain.data.sample_plan import split_batch
 from hvdtrain.errors import UsageError
 from hvdtrain.system.terminal import report
 from hvdtrain.training.config import BalanceConfig
-from hvdtrain.training.step_times import TimeShares
+from hvdtrain.training.step_times import EXCHANGE_EVERY, TimeShares
 
 _MIN_GAIN = 0.05
 """How much shorter the steps of the slowest rank must become: less than this is noise, also between equal ranks."""
@@ -45,7 +45,8 @@ class LoadBalancer:
     def __init__(self, config: BalanceConfig, feed: TrainingFeed, times: TimeShares, *, ranks_may_change: bool = False):
         self._config = config
         self._feed = feed
-        self._times = times
+        self.times = times
+        """What decisions are based on."""
         self._ranks_may_change = ranks_may_change
         self._num_changes = 0
         plan = feed.plan
@@ -64,15 +65,21 @@ class LoadBalancer:
         plan = self._feed.plan
         return plan.rank_batch_sizes or (plan.batch_size,) * plan.size
 
-    def update(self, micro_batch: int) -> None:
-        """Changes the assignment, from this micro-batch on, if that makes steps shorter.
+    @property
+    def exchange_every(self) -> int:
+        """Steps between two calls of :meth:`exchange`."""
+        return self._config.balance_every if self._config.balance else EXCHANGE_EVERY
 
-        All ranks must call it, after an exchange of step times.
+    def exchange(self) -> None:
+        """Gathers the step times of all ranks, and changes the assignment if that makes steps shorter.
+
+        All ranks must call it.
         """
+        self.times.exchange()
         if not self._config.balance:
             return
         # Until all gradients are computed: what the other ranks wait for.
-        seconds = self._times.all_steps[-1][:, :, 1]
+        seconds = self.times.all_steps[-1][:, :, 1]
         seconds = seconds[:, ~np.isnan(seconds).any(axis=0)]
         if not seconds.size:
             return
@@ -81,7 +88,7 @@ class LoadBalancer:
         if sizes != before:
             self._num_changes += 1
             self._feed.set_rank_batch_sizes(sizes)
-            self._feed.start(micro_batch)
+            self._feed.start(self.times.micro_batches)
 
     @property
     def _max_batch_size(self) -> int:

@@ -5,6 +5,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import keras
+
+from hvdtrain.data import Source
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
 from hvdtrain.errors import HvdtrainError, UsageError
@@ -12,8 +16,10 @@ from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChan
 from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.global_loss import end_checks
+from hvdtrain.training.config import StepConfig
+from hvdtrain.training.parts import StepParts
+from hvdtrain.training.plan import sample_plan
 from hvdtrain.training.state import RunState
-from hvdtrain.training.step_runner import StepRunner, sample_plan
 from hvdtrain.training.strategies.strategy import Place
 
 
@@ -72,41 +78,48 @@ class ElasticMembers:
 
     def __init__(
         self,
-        runner: StepRunner,
-        state: RunState,
-        watch: ElasticWatch,
+        model: keras.Model,
+        source: Source,
+        config: StepConfig,
         *,
+        parts: StepParts,
+        state: RunState,
+        collectives: Collectives,
+        watch: ElasticWatch,
         on_change: Callable[[Mapping[str, float], int], None],
         on_leave: Callable[[], None],
     ):
-        if not isinstance(runner.collectives, ElasticCollectives):
+        if not isinstance(collectives, ElasticCollectives):
             raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
-        self._runner = runner
+        self._model = model
+        self._source = source
+        self._config = config
+        self._parts = parts
         self._state = state
         self._watch = watch
         self._coordinator = watch.coordinator
-        self._collectives = runner.collectives
+        self._collectives = collectives
         self._on_change = on_change
         self._on_leave = on_leave
         self.is_newcomer = self._coordinator.must_warm_up
         self._has_state = not self._coordinator.must_warm_up
-        self._num_ranks = runner.collectives.size
+        self._num_ranks = collectives.size
         """The ranks that this process last trained with, or those of which it has its variables."""
         self._history: list[dict[str, float]] = []
         """The changes since the job began: those that this process has not seen are another rank's."""
 
     def prepare(self) -> None:
         """A newcomer compiles its step alone, by making one; then it joins the others."""
-        if not self._runner.strategy.ranks_are_independent:
-            self._runner.keep_snapshot()
+        if not self._parts.strategy.ranks_are_independent:
+            self._parts.train_step.keep_snapshot()
         # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
-        step = self._runner.train_step
+        step = self._parts.train_step
         step.use_pipelines([(leaf, dataclasses.replace(pipeline, start=None)) for leaf, pipeline in step.pipelines])
         self._coordinator.cut_with(self._collectives.cut)
         if self.is_newcomer:
-            self._runner.train_step.run(1)
+            self._parts.train_step.run(1)
             # Streams of its own, as ranks have from the start: see replica_consistency.broadcast.
-            for stream in [*random_streams(self._runner.model), global_stream()]:
+            for stream in [*random_streams(self._model), global_stream()]:
                 stream.assign(own_random_stream(stream.numpy(), self._coordinator.number))
             self._coordinator.is_ready()
             self.rejoin()
@@ -114,7 +127,7 @@ class ElasticMembers:
     def pause_if_due(self) -> None:
         if self._coordinator.must_hold:
             if not self._coordinator.is_cut:
-                self._runner.strategy.end_round()
+                self._parts.strategy.end_round()
             raise MembershipChange
 
     def is_over(self, error: Exception) -> bool:
@@ -124,19 +137,19 @@ class ElasticMembers:
         start_s = time.monotonic()
         rejoin(self._coordinator, self._collectives, settle=self._settle, on_leave=self._on_leave)
         change = {"ranks": self._collectives.size, "pause_seconds": time.monotonic() - start_s}
-        self._history.append({"step": self._runner.progress.step, **change})
+        self._history.append({"step": self._parts.progress.step, **change})
         ranks_before, self._num_ranks = self._num_ranks, self._collectives.size
         self._on_change(change, ranks_before)
 
     def _settle(self) -> None:
         """Makes the state of all members that of the furthest one, and divides the samples among them."""
-        runner, collectives = self._runner, self._collectives
-        runner.undo_interrupted_step()
-        progress = runner.progress
-        progress.reduced_steps += runner.train_step.steps_made - progress.step
-        progress.step = runner.train_step.steps_made
+        parts, collectives = self._parts, self._collectives
+        parts.train_step.undo_interrupted()
+        progress = parts.progress
+        progress.reduced_steps += parts.train_step.steps_made - progress.step
+        progress.step = parts.train_step.steps_made
         epoch = progress.epoch, progress.is_in_epoch
-        strategy = runner.strategy
+        strategy = parts.strategy
         rounds, steps_in_round = strategy.position
         is_done = progress.is_between_calls, progress.is_logged
         own = Place(self._has_state, rounds, progress.step, *is_done, steps_in_round)
@@ -157,10 +170,10 @@ class ElasticMembers:
         if not is_source:
             self._state.apply_common(state)
         if self.is_newcomer or epoch != (progress.epoch, progress.is_in_epoch):
-            runner.model.reset_metrics()
+            self._model.reset_metrics()
         self.is_newcomer, self._has_state = False, True
         end_checks()
-        runner.restart_with(self._state.begin_plan(sample_plan(runner.source, runner.config, collectives), state))
+        parts.restart_with(self._state.continued(sample_plan(self._source, self._config, collectives), state))
 
     def summary(self) -> dict[str, Any]:
         pause_seconds = sum(change["pause_seconds"] for change in self._history)
@@ -168,14 +181,28 @@ class ElasticMembers:
 
 
 def make_members(
-    runner: StepRunner,
-    state: RunState,
-    watch: JobWatch,
+    model: keras.Model,
+    source: Source,
+    config: StepConfig,
     *,
+    parts: StepParts,
+    state: RunState,
+    collectives: Collectives,
+    watch: JobWatch,
     on_change: Callable[[Mapping[str, float], int], None],
     on_leave: Callable[[], None],
 ) -> Members:
     """The members of the job that this process belongs to; see :class:`ElasticMembers`."""
     if not isinstance(watch, ElasticWatch):
         return FixedMembers()
-    return ElasticMembers(runner, state, watch, on_change=on_change, on_leave=on_leave)
+    return ElasticMembers(
+        model,
+        source,
+        config,
+        parts=parts,
+        state=state,
+        collectives=collectives,
+        watch=watch,
+        on_change=on_change,
+        on_leave=on_leave,
+    )

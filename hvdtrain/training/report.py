@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import keras
+
 from hvdtrain.config.fields import default_of
+from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.distributed import replica_consistency
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.loggers.config import LoggingConfig
 from hvdtrain.loggers.progress_bar import console_reporter
@@ -14,26 +19,58 @@ from hvdtrain.system.gpu_usage import gpu_gauges
 from hvdtrain.system.terminal import stdout_is_terminal
 from hvdtrain.training.activations import Activations
 from hvdtrain.training.clock import Clock
+from hvdtrain.training.config import StepConfig
+from hvdtrain.training.gradient_record import GradientRecord
+from hvdtrain.training.load_balancing import LoadBalancer
 from hvdtrain.training.metrics import reduced_results
-from hvdtrain.training.step_runner import StepRunner
+from hvdtrain.training.progress import Progress
+from hvdtrain.training.returned_results import ReturnedResults
+from hvdtrain.training.step_times import TimeShares
 from hvdtrain.training.stragglers import possible_remedies
+from hvdtrain.training.strategies.strategy import Strategy
 
 
 class TrainingReport:
     """Gathers a run's values over all ranks and passes them to the reporter; all ranks must call it."""
 
-    def __init__(self, runner: StepRunner, reporter: Reporter, activations: Activations):
-        self._runner = runner
-        self._reporter = reporter
+    def __init__(
+        self,
+        model: keras.Model,
+        config: StepConfig,
+        *,
+        feed: TrainingFeed,
+        progress: Progress,
+        quota: BadSampleQuota,
+        record: GradientRecord,
+        returned: ReturnedResults,
+        time_shares: TimeShares,
+        balancer: LoadBalancer,
+        strategy: Strategy,
+        activations: Activations,
+        collectives: Collectives,
+        reporter: Reporter,
+    ):
+        self._model = model
+        self._config = config
+        self._feed = feed
+        self._progress = progress
+        self._quota = quota
+        self._record = record
+        self._returned = returned
+        self._time_shares = time_shares
+        self._balancer = balancer
+        self._strategy = strategy
         self._activations = activations
+        self._collectives = collectives
+        self._reporter = reporter
 
     def shape(self, total_steps: int) -> RunShape:
         """The length of a run of so many steps, which this process begins or resumes where it is now."""
-        plan = self._runner.plan
+        plan = self._feed.plan
         return RunShape(
             total_steps,
             plan.steps_per_epoch,
-            self._runner.progress.step,
+            self._progress.step,
             plan.global_batch_size,
             plan.samples_per_epoch,
             plan.first_step,
@@ -42,7 +79,7 @@ class TrainingReport:
 
     def facts(self) -> dict[str, str]:
         """The first lines of a run's log."""
-        model, plan = self._runner.model, self._runner.plan
+        model, plan = self._model, self._feed.plan
         size = f", {model.count_params():,} parameters" if model.built else ""
         return {
             "model": f"{model.name}{size}, on {plan.size} rank(s)",
@@ -51,45 +88,42 @@ class TrainingReport:
 
     def epoch_so_far(self) -> dict[str, float]:
         """Loss and metrics of the epoch over all ranks, reduced once per step."""
-        progress = self._runner.progress
+        progress = self._progress
         if progress.values_step != progress.step:
-            progress.values = reduced_results(
-                self._runner.model, self._runner.collectives, self._runner.train_step.returned
-            )
+            progress.values = reduced_results(self._model, self._collectives, self._returned)
             progress.values_step = progress.step
         return progress.values
 
     def log(self, clock: Clock) -> None:
         """Reports loss, metrics and speed."""
-        runner = self._runner
         gauges = {
-            "learning_rate": float(leaves_of(runner.model)[0].learning_rate),
-            "gradient_norm": runner.record.norm(),
-            **runner.balancer.gauges(),
-            **runner.strategy.gauges(),
+            "learning_rate": float(leaves_of(self._model)[0].learning_rate),
+            "gradient_norm": self._record.norm(),
+            **self._balancer.gauges(),
+            **self._strategy.gauges(),
             **gpu_gauges(),
-            **(clock.speed_since_last(runner.plan.global_batch_size) if clock.has_timed else {}),
+            **(clock.speed_since_last(self._feed.plan.global_batch_size) if clock.has_timed else {}),
         }
-        self._reporter.progressed(runner.progress.step, {**self.epoch_so_far(), **gauges})
+        self._reporter.progressed(self._progress.step, {**self.epoch_so_far(), **gauges})
 
     def histograms(self) -> None:
         """Reports histograms of weights, gradients and activations."""
         groups = {
-            "weights": {variable.path: variable.numpy() for variable in self._runner.model.trainable_variables},
-            "gradients": self._runner.record.copies(),
+            "weights": {variable.path: variable.numpy() for variable in self._model.trainable_variables},
+            "gradients": self._record.copies(),
             "activations": self._activations.read(),
         }
-        self._reporter.histograms(self._runner.progress.step, groups)
+        self._reporter.histograms(self._progress.step, groups)
 
     def summary(self, clock: Clock, resumed_from: int | None) -> dict[str, Any]:
         """A run's ``summary.json``, except for what only the command line knows."""
-        runner, plan, progress = self._runner, self._runner.plan, self._runner.progress
+        plan, progress, strategy = self._feed.plan, self._progress, self._strategy
         shape = self.shape(progress.step)
-        skipped = runner.record.skipped_steps() + overflowed_steps(runner.model.optimizer, runner.updates)
+        skipped = self._record.skipped_steps() + overflowed_steps(self._model.optimizer, strategy.updates)
         return {
-            "mode": runner.strategy.mode,
+            "mode": strategy.mode,
             "ranks": plan.size,
-            "hosts": runner.collectives.cross_size,
+            "hosts": self._collectives.cross_size,
             "steps": progress.step,
             "epochs": shape.epochs(progress.step),
             "samples": shape.samples(progress.step),
@@ -98,27 +132,26 @@ class TrainingReport:
             "eval": progress.evaluated,
             "wall_seconds": clock.wall_seconds(),
             **self._speed(clock),
-            "bytes_reduced": runner.strategy.bytes_reduced,
-            "skipped_steps": runner.total(skipped),
-            "bad_samples": runner.quota.total(),
-            "compression_error": runner.record.compression_error(),
-            **runner.strategy.summary(),
-            **runner.balancer.summary(),
+            "bytes_reduced": strategy.bytes_reduced,
+            "skipped_steps": strategy.total(skipped),
+            "bad_samples": self._quota.total(),
+            "compression_error": self._record.compression_error(),
+            **strategy.summary(),
+            **self._balancer.summary(),
             "resumed_from": resumed_from,
-            "weights_sha256": replica_consistency.weights_sha256(runner.model),
+            "weights_sha256": replica_consistency.weights_sha256(self._model),
         }
 
     def _speed(self, clock: Clock) -> dict[str, Any]:
-        runner = self._runner
         if not clock.has_timed:
             return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
         fractions = {"communication_fraction": None}
-        if runner.strategy.in_lockstep:
-            reduction = require_pipeline(leaves_of(runner.model)[0]).reduce.config
-            remedies = possible_remedies(runner.config, reduction, ranks_may_change=runner.collectives.may_change)
-            fractions = runner.time_shares.summary(1000 * clock.seconds_per_step(), remedies)
+        if self._strategy.in_lockstep:
+            reduction = require_pipeline(leaves_of(self._model)[0]).reduce.config
+            remedies = possible_remedies(self._config, reduction, ranks_may_change=self._collectives.may_change)
+            fractions = self._time_shares.summary(1000 * clock.seconds_per_step(), remedies)
         return {
-            "examples_per_second": runner.plan.global_batch_size / clock.seconds_per_step(),
+            "examples_per_second": self._feed.plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),
             **fractions,
         }

@@ -64,6 +64,10 @@ class StepTimes:
         """Number of micro-batches trained on, not counting a step that failed."""
         return int(self._micro_batches.numpy())
 
+    def state(self) -> int:
+        """Number of complete steps that this rank has made."""
+        return self.micro_batches // self.micro_batches_per_step
+
     def restore(self, steps: int) -> None:
         """Continues to count from this step."""
         self._micro_batches.assign(steps * self.micro_batches_per_step)
@@ -145,7 +149,7 @@ class StepTimes:
         Columns: waiting for input, from the start until all gradients are computed, and reducing them. Steps without
         a reduction (an overflow was skipped) have NaN in the last two.
         """
-        steps = self.micro_batches // self.micro_batches_per_step
+        steps = self.state()
         numbers = np.arange(max(self._drained, steps - _CAPACITY), steps)
         self._drained = steps
         rows = self._rows.numpy()[numbers % _CAPACITY]
@@ -162,6 +166,11 @@ class TimeShares:
         self._host = host
         self.all_steps: list[np.ndarray] = []
         """What was exchanged so far: of each exchange, what :meth:`StepTimes.drain` returned, ``[ranks, steps, 3]``."""
+
+    @property
+    def micro_batches(self) -> int:
+        """See :attr:`StepTimes.micro_batches`."""
+        return self._times.micro_batches
 
     def restart(self) -> None:
         """Forgets the steps so far: other ranks made them."""

@@ -17,6 +17,7 @@ from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import optimizers_of
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
+from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.optim.global_loss import UncompilableLossError, loss_error, require_one_number
 from hvdtrain.optim.keras_calls import call_weigh_and_mark, finite_losses, run_train_step
 from hvdtrain.optim.pipeline import Pipelines, Scope, in_scope, require_pipelines
@@ -28,6 +29,7 @@ from hvdtrain.training.loss_marker import LossMarker
 from hvdtrain.training.returned_results import ReturnedResults
 from hvdtrain.training.step_snapshot import StepSnapshot
 from hvdtrain.training.step_times import StepTimes
+from hvdtrain.training.tracing import trace_train_step
 from hvdtrain.training.xla import (
     LargeSparseGradientError,
     UncompilableModelError,
@@ -71,7 +73,8 @@ class TrainStep:
         weights: LossWeights,
         jit_compile_is_optional: bool = False,
     ):
-        self._model = model
+        self.model = model
+        """What is trained."""
         self._feed = feed
         self._times = times
         self._record = record
@@ -84,8 +87,7 @@ class TrainStep:
         """The most steps that one call can make."""
         self.returned = ReturnedResults()
         """What the model's ``train_step`` returns."""
-        self.snapshot: StepSnapshot | None = None
-        """If not None, what is restored when a step is interrupted."""
+        self._snapshot: StepSnapshot | None = None
         self._sample_weight: tf.Tensor | None = None
         self._loss: tf.Tensor | None = None
         # Horovod's operations cannot be part of a cluster compiled by XLA, which Keras chooses on a GPU.
@@ -148,7 +150,7 @@ class TrainStep:
     @property
     def steps_made(self) -> int:
         """Number of complete steps that this rank has made."""
-        return self._times.micro_batches // self._micro_batches_per_step
+        return self._times.state()
 
     def skip_to(self, step: int) -> None:
         """Continues to count from this step, which other ranks have made."""
@@ -173,6 +175,17 @@ class TrainStep:
                 for leaf, pipeline in self._pipelines
             ]
         )
+
+    def keep_snapshot(self) -> None:
+        """From now on, a step that is interrupted can be undone; call it when the metrics are built."""
+        if compression_memories(self.model):  # created in the first step
+            trace_train_step(self.model, self._feed.element_spec)
+        self._snapshot = StepSnapshot(self.model, self._times)
+
+    def undo_interrupted(self) -> None:
+        """Restores what an interrupted step has changed, so that it can be repeated."""
+        if self._snapshot is not None:
+            self._snapshot.undo(self.steps_made + 1)
 
     def run(self, steps: int) -> None:
         """Makes one call of this many steps, skipping samples that cannot be read.
@@ -273,7 +286,7 @@ class TrainStep:
         function = partial(self._run_one if self._is_single else self._run_several, iterator)
         if self._compiles_update:
             function = partial(self._checking_the_call_before, function)
-        if self._model.run_eagerly:
+        if self.model.run_eagerly:
             self._call = function
         else:
             self._call = tf.function(tf.autograph.experimental.do_not_convert(function), reduce_retracing=True)
@@ -307,7 +320,7 @@ class TrainStep:
     @contextlib.contextmanager
     def _traced(self) -> Iterator[Scope]:
         """In the block, a part of a step is traced."""
-        leaves_out = finite_losses(self._model) if self._leaves_out_losses else contextlib.nullcontext()
+        leaves_out = finite_losses(self.model) if self._leaves_out_losses else contextlib.nullcontext()
         with in_scope(self._pipelines) as scope, leaves_out:
             try:
                 yield scope
@@ -337,7 +350,7 @@ class TrainStep:
             return marked, variables
 
     def _gradients(self, data: Any, *, option: Option) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
-        model = self._model
+        model = self.model
         train_step = model.train_step if self._jit_compile else partial(self.returned.run, model, model.train_step)
         run = partial(self._run_train_step, train_step)
         self._loss, found, variables = gradients_of_step(
@@ -348,7 +361,7 @@ class TrainStep:
     def _run_train_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
         excluding = ((QUORUM, self._has_quorum), (JIT_COMPILE, self._jit_compile))
         excluded_by = [each for each, is_set in excluding if is_set]
-        return run_train_step(self._model, train_step, data, sample_weight=self.sample_weight, excluded_by=excluded_by)
+        return run_train_step(self.model, train_step, data, sample_weight=self.sample_weight, excluded_by=excluded_by)
 
     def _leave_out_xla(self, error: UncompilableLossError | None = None) -> None:
         """Continues to trace a step without XLA, unless it was asked for."""
@@ -364,7 +377,7 @@ class TrainStep:
         """
         with self._traced() as scope:
             with self._marker.update_of(has_contributed):
-                self._model.optimizer.apply(gradients, variables)
+                self.model.optimizer.apply(gradients, variables)
             if (applies := self._checks[0].applies) is not None:
                 _restore_unless(applies.read_value() | ~has_contributed, self._statistics)
         self._count(scope)
@@ -375,9 +388,9 @@ class TrainStep:
         return self._times
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
-        model = self._model
-        if self.snapshot is not None:
-            self.snapshot.take()
+        model = self.model
+        if self._snapshot is not None:
+            self._snapshot.take()
         if self._compiles_update:
             try:
                 self._make_compiled_step(data, sample_weight)
@@ -396,11 +409,11 @@ class TrainStep:
     def _compute_then_apply(self, data: Any) -> None:
         """Has XLA compile a step up to its gradients."""
         gradients, variables = self._gradients(data, option=JIT_COMPILE)
-        self._model.optimizer.apply(gradients, variables)
+        self.model.optimizer.apply(gradients, variables)
 
     def _make_compiled_step(self, data: Any, sample_weight: tf.Tensor) -> None:
         """Has XLA compile a whole step, which updates everything and then restores it if a gradient is not finite."""
-        model, check = self._model, self._device_check
+        model, check = self.model, self._device_check
         optimizer = model.optimizer
         # Of a skipped step, Keras counts the iteration.
         restored = [v for v in optimizer.variables if not self._skips or v is not optimizer.iterations]
@@ -431,7 +444,7 @@ class TrainStep:
 
     def _run_weighted(self, sample_weight: tf.Tensor, train: Callable[[], object]) -> None:
         """Runs a ``train_step`` with its loss weighted; a batch of weight zero does not change metrics."""
-        model = self._model
+        model = self.model
         self._sample_weight = sample_weight if self._weights.is_weighted else None
         self._loss = None
         if self._divides_by_weight:

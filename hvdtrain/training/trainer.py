@@ -8,8 +8,9 @@ from typing import Any, Literal
 import keras
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
-from hvdtrain.config.fields import as_dict, with_options
+from hvdtrain.config.fields import as_dict
 from hvdtrain.data import Data, Source
+from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.agreement import require_agreement
@@ -23,13 +24,17 @@ from hvdtrain.training.activations import Activations
 from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
-from hvdtrain.training.evaluator import make_evaluator
+from hvdtrain.training.evaluator import Evaluator
+from hvdtrain.training.gradient_record import make_record
 from hvdtrain.training.guards import Guards
 from hvdtrain.training.members import make_members
 from hvdtrain.training.metric_state import require_sums
+from hvdtrain.training.parts import make_parts
+from hvdtrain.training.plan import sample_plan, total_steps
+from hvdtrain.training.preparation import create_metrics, prepare_ranks
 from hvdtrain.training.report import TrainingReport, console_of_rank
+from hvdtrain.training.resolution import resolve
 from hvdtrain.training.state import RunState
-from hvdtrain.training.step_runner import StepRunner, sample_plan, total_steps
 from hvdtrain.training.triggers import Interval, Triggers
 
 
@@ -73,39 +78,82 @@ class Trainer:
     ):
         self.model = model
         self._data = data = data if isinstance(data, Data) else Data(data)
-        self._config = config = _resolved(config, callbacks)
         self._collectives = collectives = collectives or runtime.current().collectives
+        self._job_watch = job_watch = job_watch or JobWatch(collectives)
+        self._checkpointer = checkpointer
+        resolved = resolve(config, model, data.training, collectives, callbacks=callbacks)
+        self.config = config = resolved.config
+        """The configuration, with everything decided that was left open."""
         self._reports_all = reporter == "console"
-        self._reporter = (
+        self._reporter = reporter = (
             console_of_rank(collectives.rank, config.logging) if reporter == "console" else reporter or Reporter()
         )
-        self._job_watch = job_watch or JobWatch(collectives)
-        self._checkpointer = checkpointer
         plan = sample_plan(data.training, config, collectives)
         self.total_steps = total_steps(config, plan)
-        self._runner = StepRunner(
+        self.parts = parts = make_parts(
+            model,
+            data.training,
+            plan,
+            resolved,
+            collectives=collectives,
+            job_watch=job_watch,
+            record=make_record(model, config.logging),
+            total_steps=self.total_steps,
+        )
+        """What makes the steps."""
+        self._progress = parts.progress
+        self._strategy = parts.strategy
+        self._train_step = parts.train_step
+        self._callbacks = RankCallbacks(callbacks, model, collectives, self.total_steps, plan.steps_per_epoch)
+        self._shows_ema = keeps_ema(model) and not self._callbacks.swap_averaged_weights
+        self._state = RunState(
+            data.training,
+            config,
+            feed=parts.feed,
+            progress=parts.progress,
+            shared={"callbacks": self._callbacks, "balancing": parts.balancer},
+            own={"bad_samples": parts.quota, "steps": parts.times, "skipped_steps": parts.record},
+            strategy=parts.strategy,
+            collectives=collectives,
+        )
+        self._members = make_members(
             model,
             data.training,
             config,
+            parts=parts,
+            state=self._state,
             collectives=collectives,
-            job_watch=self._job_watch,
-            logging=config.logging,
-            total_steps=self.total_steps,
-        )
-        self._progress = self._runner.progress
-        self._strategy = self._runner.strategy
-        self._callbacks = RankCallbacks(callbacks, model, collectives, self.total_steps, plan.steps_per_epoch)
-        self._shows_ema = keeps_ema(model) and not self._callbacks.swap_averaged_weights
-        self._state = RunState(self._runner, self._callbacks)
-        self._members = make_members(
-            self._runner, self._state, self._job_watch, on_change=self._members_changed, on_leave=self._leave
+            watch=job_watch,
+            on_change=self._members_changed,
+            on_leave=self._leave,
         )
         self._on_rank_changed: Callable[[int], None] = lambda ranks_before: None
-        self._guards = Guards(self._runner, self._reporter)
-        self._report = TrainingReport(
-            self._runner, self._reporter, Activations(model, data.evaluation or data.training)
+        self._guards = Guards(
+            model,
+            skips_steps=config.guards.on_nan == "skip",
+            progress=parts.progress,
+            quota=parts.quota,
+            record=parts.record,
+            strategy=parts.strategy,
+            collectives=collectives,
+            reporter=reporter,
         )
-        self._evaluator = make_evaluator(self._runner, data.evaluation, uses_ema=self._shows_ema)
+        self._report = TrainingReport(
+            model,
+            config,
+            feed=parts.feed,
+            progress=parts.progress,
+            quota=parts.quota,
+            record=parts.record,
+            returned=parts.train_step.returned,
+            time_shares=parts.time_shares,
+            balancer=parts.balancer,
+            strategy=parts.strategy,
+            activations=Activations(model, data.evaluation or data.training),
+            collectives=collectives,
+            reporter=reporter,
+        )
+        self._evaluator = None if data.evaluation is None else self._make_evaluator(data.evaluation)
         self._first_profiled, self._last_profiled = config.logging.profile_range or (1, 0)
         self._triggers = self._make_triggers()
         self._clock = Clock()
@@ -119,7 +167,7 @@ class Trainer:
     @property
     def plan(self) -> SamplePlan:
         """The assignment of samples to steps and ranks."""
-        return self._runner.plan
+        return self.parts.feed.plan
 
     @property
     def shape(self) -> RunShape:
@@ -171,11 +219,11 @@ class Trainer:
         if self._reports_all:
             self._reporter.started(self._report.facts(), self.shape)
         self._clock = Clock()
-        self._runner.feed.start(self._runner.train_step.steps_made * self.plan.gradient_accumulation_steps)
+        self.parts.feed.start(self._train_step.steps_made * self.plan.gradient_accumulation_steps)
         self._reporter.model_built(self.model)
         if restored is not None:
             self._reporter.resumed(self.step, restored.path)
-        self._callbacks.train_begins(None if restored is None else restored.state["callbacks"])
+        self._callbacks.train_begins()
         self._members.prepare()
         self._train()
         summary = self._finish(restored)
@@ -186,24 +234,33 @@ class Trainer:
     def _prepare(self) -> Restored | None:
         """Compares the ranks, makes replicas equal, and restores the checkpoint to resume from."""
         arguments = {
-            **as_dict(self._config),
+            **as_dict(self.config),
             "steps": self.total_steps,
             "callbacks": self._callbacks.names,
             "checkpointer": "none" if self._checkpointer is None else "given",
-            "synchronized BatchNormalization layers": self._runner.num_synchronized,
+            "synchronized BatchNormalization layers": self.parts.num_synchronized,
         }
         require_agreement("arguments of Trainer", arguments, self._collectives)
         evaluation = self._data.evaluation
         require_agreement("evaluation data", {} if evaluation is None else evaluation.facts(), self._collectives)
-        self._runner.prepare()
+        parts = self.parts
+        prepare_ranks(
+            self.model,
+            self._data.training,
+            feed=parts.feed,
+            quota=parts.quota,
+            record=parts.record,
+            requires_metrics=parts.requires_metrics,
+            collectives=self._collectives,
+        )
         if evaluation is not None:
-            self._runner.quota.note_known(evaluation.bad_samples)
+            parts.quota.note_known(evaluation.bad_samples)
         restored = None
         if self._checkpointer is not None:
             # Metrics must have their variables before these are restored.
-            self._runner.build_metrics(required=True)
+            create_metrics(self.model, parts.feed, required=True)
         if self._checkpointer is not None and not self._members.is_newcomer:
-            restored = self._state.restore(self._checkpointer, self._config.checkpoint.resume)
+            restored = self._state.restore(self._checkpointer, self.config.checkpoint.resume)
             if restored is not None:
                 self._plan_changed()
                 on_every_rank(self._data.training.check_unchanged, self._collectives)
@@ -245,7 +302,7 @@ class Trainer:
                 self._stop_if_requested()
                 self._run_steps(call_end - progress.step)
             if progress.step >= next_due or progress.is_stopped:
-                self._runner.train_step.settle()
+                self._train_step.settle()
                 self._after_steps()
                 call_end, next_due = triggers.next_call_end(progress.step), triggers.next_due(progress.step)
             progress.is_between_calls = True
@@ -271,7 +328,7 @@ class Trainer:
         self._strategy.run(max_steps)
         self._clock.calls.append((max(1, progress.step - before), time.perf_counter() - start_s))
         if self._callbacks.use_train_batches:
-            self._runner.train_step.settle()
+            self._train_step.settle()
             progress.is_stopped = self._end_call()
 
     def _log_steps(self) -> None:
@@ -280,7 +337,7 @@ class Trainer:
         if progress.step == self._last_profiled:
             self._reporter.profile_ends()
         if self._is_due("exchange", at_end=False):
-            self._runner.exchange_times()
+            self.parts.balancer.exchange()
         if self._is_due("guard") or progress.is_stopped:
             self._guards.check()
         if self._is_due("log") or progress.is_stopped:
@@ -315,7 +372,7 @@ class Trainer:
         """Every rank checks at the same points of the run, and all stop at the same one."""
         if not self._job_watch.check():
             return
-        self._runner.train_step.settle()
+        self._train_step.settle()
         self._members.pause_if_due()
         saved = "Nothing was saved: the trainer has no checkpointer."
         if self._checkpointer is not None:
@@ -373,11 +430,22 @@ class Trainer:
         return {**self._report.summary(self._clock, resumed_from), **self._members.summary()}
 
     def _plan_changed(self) -> None:
-        self.total_steps = total_steps(self._config, self.plan)
+        self.total_steps = total_steps(self.config, self.plan)
         self._triggers = self._make_triggers()
 
+    def _make_evaluator(self, source: Source) -> Evaluator:
+        feed = EvaluationFeed(source, self.config.batch_size, self._collectives, self.parts.quota)
+        return Evaluator(
+            self.model,
+            feed,
+            self._collectives,
+            uses_ema=self._shows_ema,
+            synchronized=self._strategy.synchronized,
+            job_watch=self._job_watch,
+        )
+
     def _make_triggers(self) -> Triggers:
-        config = self._config
+        config = self.config
         each_epoch = Interval(self.plan.steps_per_epoch, phase=self.plan.first_step_of(0))
         profiled = [self._first_profiled - 1, self._last_profiled] if self._last_profiled else []
         return Triggers(
@@ -392,13 +460,5 @@ class Trainer:
             check=config.guards.check_every,
             checkpoint=config.checkpoint.checkpoint_every if self._checkpointer is not None else 0,
             guard=config.guards.guard_every,
-            exchange=self._runner.exchange_every,
+            exchange=self.parts.balancer.exchange_every if self._strategy.in_lockstep else 0,
         )
-
-
-def _resolved(config: TrainConfig, callbacks: Sequence[keras.callbacks.Callback]) -> TrainConfig:
-    """The configuration that all parts use: TerminateOnNaN decides instead of ``on_nan="stop"``."""
-    if config.guards.on_nan != "stop":
-        return config
-    terminates = any(isinstance(each, keras.callbacks.TerminateOnNaN) for each in callbacks)
-    return with_options(config, {"on_nan": "ignore"}) if terminates else config

@@ -136,7 +136,7 @@ def test_the_slowest_rank_is_identified():
     assert summary["skew"]["slowest_rank"] == SIZE - 1
     assert summary["skew"]["slowest_share"] > 0.6
     # The other ranks wait for it.
-    waited_s = np.median(np.concatenate(trainer._runner.time_shares.all_steps, axis=1)[:, :, 2], axis=1)
+    waited_s = np.median(np.concatenate(trainer.parts.time_shares.all_steps, axis=1)[:, :, 2], axis=1)
     assert waited_s[: SIZE - 1].min() > 0.002
     assert 0 <= summary["communication_fraction"] <= 1
     shares = [summary[f"{part}_fraction"] for part in ("input", "compute", "communication")]

@@ -419,7 +419,7 @@ def test_losses_that_xla_cannot_combine_over_ranks(make_loss, message, quorum, m
     ours, alone = made(), made()
     alone.jit_compile = False
     trainer = make_trainer(ours, Arrays(x, y), **options)
-    assert trainer._runner.config.jit_compile
+    assert trainer.config.jit_compile
     trainer.fit()
     train_alone(alone, x, y, global_batch=16, seed=0, steps=8)
     assert_equal_on_all_ranks(values(ours.weights))

@@ -116,7 +116,7 @@ def trainer_of(model, **options) -> hvdtrain.Trainer:
     trainer = make_trainer(model, source, log_every=1000, **options)
     for layer in model.layers:
         if isinstance(layer, HoldUp):
-            layer.has_closed = lambda: trainer._strategy._exchange.has_closed
+            layer.has_closed = lambda: trainer.parts.strategy.has_closed
     return trainer
 
 
@@ -249,8 +249,8 @@ def test_xla_and_mixed_precision(policy, tolerance, jit_compile, folder, monkeyp
         try:
             model = make_model(100 + RANK, optimizer=make_sgd())
             trainer = trainer_of(model, record=str(path), jit_compile=jit_compile)
-            reading, feed = occasional_hold_ups(), trainer._strategy._feed
-            reading.has_closed = lambda: trainer._strategy._exchange.has_closed
+            reading, feed = occasional_hold_ups(), trainer.parts.feed
+            reading.has_closed = lambda: trainer.parts.strategy.has_closed
             read = feed.batch
 
             def read_late(shares, micro_batch):

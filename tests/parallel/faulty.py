@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from hvdtrain.training.train_step import TrainStep  # noqa: E402
 SPEC = json.loads(sys.argv[1])
 RANK = environment.launcher().rank
 run, sync, training_dataset = TrainStep.run, atomic_files.sync, feeds.training_dataset
-run_quorum, balance = QuorumStrategy.run, LoadBalancer.update
+run_quorum, balance = QuorumStrategy.run, LoadBalancer.exchange
 
 
 def mark_time() -> None:
@@ -48,10 +49,10 @@ def inject(train_step: TrainStep) -> None:
     if fault == "exception":
         raise ValueError("the step is cursed")
     if fault == "weight":
-        variable = train_step._model.trainable_variables[0]
+        variable = train_step.model.trainable_variables[0]
         variable.assign(variable + 1e-3)
     elif fault == "nan":
-        variable = train_step._model.trainable_variables[SPEC["variable"]]
+        variable = train_step.model.trainable_variables[SPEC["variable"]]
         variable.assign(variable * float("nan"))
     elif fault == "fill":
         with contextlib.suppress(OSError), open(SPEC["filler"], "wb", buffering=0) as file:
@@ -80,16 +81,22 @@ def run_with_fault(train_step: TrainStep, steps: int) -> None:
 
 
 def run_quorum_with_fault(strategy: QuorumStrategy, max_steps: int) -> None:
-    if RANK in SPEC["ranks"] and strategy._progress.step == SPEC["step"]:
-        inject(strategy._train_step)
+    if RANK in SPEC["ranks"] and strategy.progress.step == SPEC["step"]:
+        inject(strategy.train_step)
     run_quorum(strategy, max_steps)
 
 
-def balance_by_speeds(balancer: LoadBalancer, micro_batch: int) -> None:
+def balance_by_speeds(balancer: LoadBalancer) -> None:
     """Measured times would differ between runs."""
-    seconds = [size / speed for size, speed in zip(balancer.rank_batch_sizes, SPEC["speeds"], strict=True)]
-    balancer._times.all_steps[-1][:, :, 1] = np.array(seconds)[:, None]
-    balance(balancer, micro_batch)
+    times, exchange = balancer.times, balancer.times.exchange
+
+    def exchange_given_times() -> None:
+        exchange()
+        seconds = [size / speed for size, speed in zip(balancer.rank_batch_sizes, SPEC["speeds"], strict=True)]
+        times.all_steps[-1][:, :, 1] = np.array(seconds)[:, None]
+
+    with mock.patch.object(times, "exchange", exchange_given_times):
+        balance(balancer)
 
 
 def slow_input(*arguments, **options):
@@ -134,7 +141,7 @@ else:
     if "sync_s" in SPEC:
         atomic_files.sync = slow_sync
 if "speeds" in SPEC:
-    LoadBalancer.update = balance_by_speeds
+    LoadBalancer.exchange = balance_by_speeds
 code = main(sys.argv[2:])
 if "made" in SPEC:
     Path(SPEC["made"], f"rank{RANK}").write_text(str(run_with_fault.completed))

@@ -49,7 +49,7 @@ def trained(source, **options) -> tuple[str, list[str]]:
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     trainer = make_trainer(model, source, batch_size=8, steps=20, **options)
     trainer.fit()
-    device = trainer._runner.feed.iterator._iterator_resource.device
+    device = trainer.parts.feed.iterator._iterator_resource.device
     return device[-5:], [weights.tobytes().hex() for weights in model.get_weights()]
 
 

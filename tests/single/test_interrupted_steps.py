@@ -125,13 +125,13 @@ def runner(make_optimizer, model_class=keras.Sequential, x=X, starts=True, compr
     )
     if starts:
         made.start()
-        made.keep_snapshot()
+        made.parts.train_step.keep_snapshot()
     return made
 
 
 def train(made: StepRunner, until: int) -> None:
-    while made.train_step.steps_made < until:
-        made.strategy.run(1)
+    while made.parts.train_step.steps_made < until:
+        made.parts.strategy.run(1)
 
 
 def state(made: StepRunner) -> list[np.ndarray]:
@@ -205,13 +205,13 @@ def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
         start = state(made)
         made.collectives.fails_at = made.collectives.num_made + number
         with pytest.raises(tf.errors.OpError) as caught:
-            made.strategy.run(1)
+            made.parts.strategy.run(1)
         assert is_secondary(caught.value)
-        assert made.train_step.steps_made == INTERRUPTED
-        made.undo_interrupted_step()
+        assert made.parts.train_step.steps_made == INTERRUPTED
+        made.parts.train_step.undo_interrupted()
         assert all(np.array_equal(a, b) for a, b in zip(state(made), start, strict=True))
-        made.strategy.take_over([Place(True, 0, INTERRUPTED, True, True, 0)], 0, 0)
-        made.restart_with(made.plan)
+        made.parts.strategy.take_over([Place(True, 0, INTERRUPTED, True, True, 0)], 0, 0)
+        made.parts.restart_with(made.plan)
     train(made, STEPS)
     assert all(np.array_equal(a, b) for a, b in zip(state(made), state(uninterrupted), strict=True))
 
@@ -220,7 +220,7 @@ def test_a_step_that_is_not_finite_decays_no_weights():
     made = runner(CASES["weight decay"][0], x=np.full_like(X, np.nan))
     start = [weight.numpy() for weight in made.model.trainable_variables]
     with pytest.raises(NonFiniteError):
-        made.strategy.run(1)
+        made.parts.strategy.run(1)
     assert all(np.array_equal(a, b) for a, b in zip(made.model.trainable_variables, start, strict=True))
 
 

@@ -44,15 +44,21 @@ def test_fixed_shares():
         split_batch(8, [1, 1], 3)
 
 
-def time_shares() -> TimeShares:
-    return TimeShares(StepTimes(1), SingleProcessCollectives(), "a")
+class GivenTimes(TimeShares):
+    """Step times that a test sets."""
+
+    def __init__(self):
+        super().__init__(StepTimes(1), SingleProcessCollectives(), "a")
+
+    def exchange(self) -> None:
+        pass
 
 
 def balancer(size: int, *, ranks_may_change: bool, times: TimeShares | None = None, **options) -> LoadBalancer:
     sizes = split_batch(48, [1] * size, 48)
     plan = SamplePlan(num_samples=100, batch_size=16, size=size, rank_batch_sizes=sizes)
     feed = TrainingFeed(Arrays(np.zeros((100, 1))), plan, BadSampleQuota(0, SingleProcessCollectives()))
-    return LoadBalancer(BalanceConfig(**options), feed, times or time_shares(), ranks_may_change=ranks_may_change)
+    return LoadBalancer(BalanceConfig(**options), feed, times or GivenTimes(), ranks_may_change=ranks_may_change)
 
 
 def test_shares_hold_until_the_ranks_change(capfd):
@@ -69,10 +75,10 @@ def test_shares_hold_until_the_ranks_change(capfd):
 
 @pytest.mark.parametrize("options", [{}, {"max_batch_size": 20}])
 def test_fewer_ranks_than_the_limit_needs_share_the_batch_all_the_same(options):
-    times = time_shares()
+    times = GivenTimes()
     made = balancer(2, ranks_may_change=True, times=times, balance=True, **options)
     times.all_steps = [np.full((2, 5, 3), [[[0.0, 1.0, 0.0]], [[0.0, 2.0, 0.0]]])]
-    made.update(0)
+    made.exchange()
     assert made.rank_batch_sizes == ((24, 24) if options else (32, 16))
 
 
@@ -108,7 +114,7 @@ def test_a_rank_of_half_the_speed_gets_half_the_samples():
 def test_a_changed_speed_is_followed_within_two_intervals(changed_at):
     """Whenever in an interval it changes."""
     every, before, after = 16, (1.0, 0.5, 0.5), (0.5, 1.0, 0.25)
-    times = time_shares()
+    times = GivenTimes()
     made = balancer(3, ranks_may_change=False, times=times, balance=True, balance_every=every)
     window = []
     for step in range(changed_at + 2 * every):
@@ -119,7 +125,7 @@ def test_a_changed_speed_is_followed_within_two_intervals(changed_at):
         if len(window) == every:
             times.all_steps.append(np.array(window).swapaxes(0, 1))
             window.clear()
-            made.update(step + 1)
+            made.exchange()
     assert made.rank_batch_sizes == (14, 7, 27)
 
 

@@ -242,9 +242,9 @@ def test_trainer(batch):
             optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), op=batch.op, collectives=ranks)
             model = batch.model(optimizer)
             runners.append(StepRunner(model, source, config, collectives=ranks, job_watch=JobWatch(ranks)))
-            runners[rank].prepare()
-        runners[rank].feed.start(1)
-        runners[rank].strategy.run(1)
+            runners[rank].start()
+        runners[rank].parts.feed.start(1)
+        runners[rank].parts.strategy.run(1)
 
     ranks.run(run_rank)
     last = [None if each is None else each[first:] for each in arrays]

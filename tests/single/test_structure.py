@@ -123,13 +123,13 @@ def test_a_synchronous_step_runs_through_few_files(monkeypatch):
         if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
             calls[str(Path(frame.f_code.co_filename).relative_to(PACKAGE))] += 1
 
-    run_steps = trainer._run_steps
+    run_steps = trainer.parts.strategy.run
 
     def run_steps_counted(max_steps):
         sys.setprofile(count if 50 <= trainer.step < 150 else None)
         run_steps(max_steps)
 
-    monkeypatch.setattr(trainer, "_run_steps", run_steps_counted)
+    monkeypatch.setattr(trainer.parts.strategy, "run", run_steps_counted)
     try:
         trainer.fit()
     finally:

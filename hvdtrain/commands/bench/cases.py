@@ -45,7 +45,7 @@ class Case:
 
     def measure(self, steps: int) -> Block:
         """Makes steps as the training loop does."""
-        first = self.runner.progress.step
+        first = self.runner.step
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         self.runner.run_steps(steps, self.clock)
         seconds, cpu_seconds = time.perf_counter() - start_s, time.process_time() - start_cpu_s

@@ -102,7 +102,7 @@ def _facts(
         slowdowns = {name: found["ratios"][f"{case} over {SYNC}"]["median"] for name, case in compressions.items()}
         found["recommended_compression"] = measurements.recommended(slowdowns)
     shown = next((case for case in cases if case.name == SYNC), cases[0])
-    found["shares"] = shown.runner.time_shares.summary(found["cases"][shown.name]["step_ms"])
+    found["shares"] = shown.runner.parts.time_shares.summary(found["cases"][shown.name]["step_ms"])
     speed = found["cases"][shown.name]["examples_per_second"]
     found["scaling_efficiency"] = speed / (topology.size * found["cases"][ALONE]["examples_per_second"])
     return found

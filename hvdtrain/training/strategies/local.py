@@ -76,7 +76,7 @@ class LocalStrategy(Strategy):
         steps = min(max_steps, self._train_step.max_steps, self._averager.steps_to_round_end)
         self._make_steps(steps)
         self._progress.step += steps
-        self._average(steps)
+        self.average_if_due(steps)
 
     def _run_round(self) -> None:
         """Makes steps until every rank has made its own: as many as time permits."""
@@ -86,7 +86,7 @@ class LocalStrategy(Strategy):
             steps = min(self._train_step.max_steps, self._averager.steps_to_round_end)
             self._job_watch.heartbeat("training", progress.step)
             self._make_steps(steps)
-            is_open = not self._average(steps)
+            is_open = not self.average_if_due(steps)
         made = self._config.sync_steps_first + self._averager.total_steps // self._collectives.size
         progress.step = min(self._total_steps, max(progress.step, made))
         for leaf in leaves_of(self._model):
@@ -98,8 +98,8 @@ class LocalStrategy(Strategy):
             self._losses.begin()
         self._train_step.run(steps)
 
-    def _average(self, steps: int) -> bool:
-        """Passes steps to the averager; returns whether a round has ended."""
+    def average_if_due(self, steps: int) -> bool:
+        """Passes the last steps to the averager; returns whether a round has ended with them."""
         samples, loss = self._results_of(steps)
         return self._averager.step(samples, steps=steps, loss=loss, stop=self._job_watch.stop_requested)
 
@@ -174,6 +174,13 @@ class LocalStrategy(Strategy):
             self._averager.start_round(state, missed_steps=0)
 
     @property
+    def updates(self) -> int:
+        return self._progress.step
+
+    def total(self, own: int) -> int:
+        return sum(self._collectives.allgather(own))
+
+    @property
     def averaged(self) -> Averaged | None:
         return self._averager.averaged
 
@@ -193,4 +200,4 @@ class LocalStrategy(Strategy):
     def restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
         assert state is not None
         self._averager.restore(state, rank_state)
-        self._lost_steps = state.get("lost_steps", 0)  # An older checkpoint has none.
+        self._lost_steps = state["lost_steps"]

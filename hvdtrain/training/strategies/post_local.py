@@ -56,6 +56,13 @@ class PostLocalStrategy(Strategy):
         self._current.finish()
 
     @property
+    def updates(self) -> int:
+        return self._progress.step
+
+    def total(self, own: int) -> int:
+        return self._then.total(own)
+
+    @property
     def averaged(self) -> Averaged | None:
         return self._current.averaged
 

@@ -56,8 +56,8 @@ class QuorumStrategy(Strategy):
             )
         self._model = context.model
         self._plan = context.plan()
-        self._progress = context.progress
-        self._train_step = context.train_step
+        self.progress = context.progress
+        self.train_step = context.train_step
         self._feed = context.feed
         self._collectives = collectives
         self._job_watch = context.job_watch
@@ -88,8 +88,8 @@ class QuorumStrategy(Strategy):
         data_spec, _ = self._feed.element_spec
         # Before the update is compiled, which reads the learning rate.
         self._undo_schedules = [follow_steps(leaf, self._step_of_schedule) for leaf in leaves_of(self._model)]
-        self._step_of_schedule.assign(self._progress.step)
-        self._split_step = on_every_rank(lambda: SplitStep(self._model, self._train_step, data_spec), self._collectives)
+        self._step_of_schedule.assign(self.progress.step)
+        self._split_step = on_every_rank(lambda: SplitStep(self._model, self.train_step, data_spec), self._collectives)
         channel = open_channel(self._collectives)
         self._hosts = channel.hosts
         self._exchange = GradientExchange(
@@ -97,7 +97,7 @@ class QuorumStrategy(Strategy):
         )
 
     def run(self, max_steps: int) -> None:
-        progress = self._progress
+        progress = self.progress
         before = progress.step
         while progress.step == before:
             self._job_watch.heartbeat("training", before)
@@ -105,6 +105,11 @@ class QuorumStrategy(Strategy):
             progress.step = self._ledger.step
         progress.reduced_steps = self._ledger.updates
         self._step_of_schedule.assign(progress.step)
+
+    @property
+    def has_closed(self) -> bool:
+        """Whether the current update has closed without a micro-batch of this rank."""
+        return self._exchange is not None and self._exchange.has_closed
 
     def _make_update(self) -> None:
         """Makes one update, with a micro-batch of this rank if it is ready in time."""
@@ -142,7 +147,7 @@ class QuorumStrategy(Strategy):
         return replica_consistency.shared_statistics(self._model, self._collectives)
 
     def compare_replicas(self) -> None:
-        replica_consistency.require_equal_replicas(self._model, self._collectives, self._progress.step)
+        replica_consistency.require_equal_replicas(self._model, self._collectives, self.progress.step)
 
     def finish(self) -> None:
         """Nothing to do: replicas are equal."""
@@ -156,12 +161,17 @@ class QuorumStrategy(Strategy):
             undo()
 
     @property
+    def updates(self) -> int:
+        """More than one in some steps."""
+        return self.train_step.steps_made
+
+    @property
     def averaged(self) -> Averaged | None:
         return None
 
     @property
     def bytes_reduced(self) -> int:
-        updates = self._progress.reduced_steps
+        updates = self.progress.reduced_steps
         return sum(gradient_bytes(each, updates) for each in optimizers_of(self._model))
 
     def gauges(self) -> dict[str, float]:

@@ -71,6 +71,17 @@ class Strategy(Protocol):
         """Call it after the last step: what is averaged stays."""
 
     @property
+    def updates(self) -> int:
+        """How often the weights were updated."""
+
+    def total(self, own: int) -> int:
+        """A count of the run from this rank's count; all ranks must call it.
+
+        By default the same, because replicas are equal.
+        """
+        return own
+
+    @property
     def averaged(self) -> Averaged | None:
         """If each rank has a replica of its own: the context in which the model is that of all ranks."""
 

@@ -44,6 +44,10 @@ class SyncStrategy(Strategy):
         """Nothing to do: replicas are equal."""
 
     @property
+    def updates(self) -> int:
+        return self._progress.step
+
+    @property
     def averaged(self) -> Averaged | None:
         return None
 
