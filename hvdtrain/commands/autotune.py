@@ -112,7 +112,7 @@ def try_settings(
 
 def _groups(config: RunConfig, collectives: Collectives) -> Sequence[int | None]:
     """Large gradients alone, or all in one bucket; if the order of sums may change."""
-    is_free = config.training.mode == "sync" and config.reduction.op != "adasum" and not config.runtime.deterministic
+    is_free = config.training.mode == "sync" and config.reduction.is_linear and not config.runtime.deterministic
     return (None, 1) if is_free and collectives.size > 1 and "groups" not in config.explicitly_set else ()
 
 

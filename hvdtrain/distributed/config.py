@@ -71,6 +71,14 @@ class ReductionConfig(Config):
         parse_compression(self.compression)
         require(self, "compression_after", lambda value: value >= 0, "at least 0")
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the result is the ranks' mean or sum.
+
+        Only then can gradients share a bucket, the rows of sparse gradients be gathered, and losses be combined.
+        """
+        return self.op in ("average", "sum")
+
 
 def parse_compression(text: str) -> tuple[str, int]:
     """The name and the rank of a compression: ``powersgd:4`` -> ``("powersgd", 4)``; the rank of others is 0.

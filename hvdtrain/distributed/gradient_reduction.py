@@ -44,7 +44,7 @@ StepSum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
 
 def single_rank_reducer(config: ReductionConfig) -> GradientReducer:
     """The reduction of a single rank: it sends nothing, and treats sparse gradients as on many ranks."""
-    makes_dense = config.sparse_as_dense or config.op == "adasum"
+    makes_dense = config.sparse_as_dense or not config.is_linear
 
     def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
         return unreduced([tf.convert_to_tensor(each) if makes_dense else with_unique_rows(each) for each in gradients])

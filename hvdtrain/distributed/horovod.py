@@ -1,36 +1,25 @@
 """The collectives over Horovod. The only module that imports horovod or mpi4py."""
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed import bounded_messages
+from hvdtrain.distributed.adasum import adasum_reducer
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compiled import compiled
 from hvdtrain.distributed.config import ReductionConfig
-from hvdtrain.distributed.gradient_buckets import are_sent_together, bucket_layout
-from hvdtrain.distributed.gradient_reduction import (
-    Gradient,
-    GradientReducer,
-    ReducedGradients,
-    StepSum,
-    is_sparse,
-    most_rows,
-    single_rank_reducer,
-    sum_of_elements,
-    with_unique_rows,
-    with_values,
-)
+from hvdtrain.distributed.gradient_allreduce import GradientAllreduce
+from hvdtrain.distributed.gradient_reduction import GradientReducer, StepSum, single_rank_reducer
+from hvdtrain.distributed.horovod_operations import HorovodOperations
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.variable_broadcast import overwrite_with_received
 from hvdtrain.errors import UsageError
 from hvdtrain.system import environment, network, versions
 from hvdtrain.system.launcher import Launcher
-
-_HALVES = (tf.bfloat16, tf.float16)
 
 
 class HorovodCollectives:
@@ -46,12 +35,9 @@ class HorovodCollectives:
         with environment.horovod_start_environment(launcher):
             hvd.init()
         self._hvd = hvd
-        # Ranks must use the same names. TensorFlow's scopes hold the names of optimizers, which Keras numbers: a rank
-        # that has made another one before would wait for the others forever.
-        self._call_options: dict[str, Any] = {"ignore_name_scope": True}
+        self._operations = HorovodOperations(hvd)
         self._compiled_sums: dict[str, Callable[..., Any]] = {}
         self._process_sets: dict[tuple[int, ...], Any] = {}
-        self._num_reducers = 0
         if hvd.size() < launcher.size:
             raise UsageError(
                 f"all ranks must be connected. {launcher.name} started {launcher.size}, but MPI connects {hvd.size()}: "
@@ -98,7 +84,7 @@ class HorovodCollectives:
             flat = np.concatenate([arrays[i].ravel() for i in members])
             if flat.size:
                 with tf.device("CPU"):
-                    flat = self._allreduce(tf.constant(flat), self._hvd.Sum, f"hvdtrain_sum_{dtype}").numpy()
+                    flat = self._operations.allreduce(tf.constant(flat), self._hvd.Sum, f"hvdtrain_sum_{dtype}").numpy()
             ends = np.cumsum([arrays[i].size for i in members])
             for i, end in zip(members, ends, strict=True):
                 totals[i] = flat[end - arrays[i].size : end].reshape(arrays[i].shape)
@@ -112,7 +98,9 @@ class HorovodCollectives:
         if name not in self._compiled_sums:
 
             def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-                return [self._allreduce(each, self._hvd.Sum, f"{name}_{i}") for i, each in enumerate(tensors)]
+                return [
+                    self._operations.allreduce(each, self._hvd.Sum, f"{name}_{i}") for i, each in enumerate(tensors)
+                ]
 
             self._compiled_sums[name] = compiled(reduce)
         return self._compiled_sums[name](list(tensors))
@@ -131,14 +119,11 @@ class HorovodCollectives:
 
     def _sum_together(self, members: Sequence[int], totals: list[tf.Tensor]) -> None:
         """Replaces tensors of one dtype by their sums over ranks, in one message if there are several."""
-        dtype = totals[members[0]].dtype
         if len(members) == 1:
-            totals[members[0]] = self._allreduce(totals[members[0]], self._hvd.Sum, "hvdtrain_sum_of_one")
+            totals[members[0]] = self._operations.allreduce(totals[members[0]], self._hvd.Sum, "hvdtrain_sum_of_one")
             return
-        sent = [tf.cast(totals[i], tf.float32) if dtype in _HALVES else totals[i] for i in members]
-        found = self._hvd.grouped_allreduce(sent, op=self._hvd.Sum, **self._call_options)
-        for i, total in zip(members, found, strict=True):
-            totals[i] = tf.cast(total, dtype)
+        for i, total in zip(members, self._operations.sum_together([totals[i] for i in members]), strict=True):
+            totals[i] = total
 
     def mpi_sum(self, array: np.ndarray) -> np.ndarray | None:
         if not self._hvd.mpi_enabled():
@@ -171,7 +156,7 @@ class HorovodCollectives:
             return
 
         def send(tensor: tf.Tensor, name: str) -> tf.Tensor:
-            return self._hvd.broadcast(tensor, self._global_rank(root_rank), name=name, **self._call_options)
+            return self._operations.broadcast(tensor, self._global_rank(root_rank), name)
 
         overwrite_with_received(variables, send, is_root=self.rank == root_rank)
 
@@ -195,20 +180,7 @@ class HorovodCollectives:
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         with tf.device("CPU"):  # not in the memory of a GPU
-            return self._hvd.allgather(tf.constant(array), name=name, **self._call_options).numpy()
-
-    def _allreduce(self, tensor: tf.Tensor, op: Any, name: str, *, in_half: bool = False) -> tf.Tensor:
-        """An allreduce of a tensor of any size and float dtype.
-
-        Horovod does not know bfloat16, and a sum of float16 overflows with few ranks: both are summed in float32,
-        unless ``in_half`` says that the sum of float16 cannot overflow.
-        """
-
-        def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
-            sent = tf.cast(piece, tf.float32) if piece.dtype in _HALVES and not in_half else piece
-            return tf.cast(self._hvd.allreduce(sent, op=op, name=name + suffix, **self._call_options), piece.dtype)
-
-        return bounded_messages.in_pieces(tensor, send)
+            return self._operations.allgather(tf.constant(array), name).numpy()
 
     def alltoall(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         if self.size == 1:
@@ -216,7 +188,7 @@ class HorovodCollectives:
         with tf.device("CPU"):
             sent = tf.constant(np.concatenate(pieces))
             lengths = tf.constant([len(piece) for piece in pieces], tf.int32)
-            received, lengths = self._hvd.alltoall(sent, lengths, name="hvdtrain_alltoall", **self._call_options)
+            received, lengths = self._operations.alltoall(sent, lengths, "hvdtrain_alltoall")
         return np.split(np.asarray(received), np.cumsum(lengths.numpy())[:-1])
 
     def barrier(self) -> None:
@@ -226,66 +198,12 @@ class HorovodCollectives:
     def gradient_reducer(self, config: ReductionConfig) -> GradientReducer:
         if not self.reduces:
             return single_rank_reducer(config)
-        if config.op == "adasum":
-            return self._adasum_reducer()
-        averages, name = config.op == "average", ""
-        reduce_op = self._hvd.Average if averages else self._hvd.Sum
-
-        def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
-            nonlocal name
-            name = name or self._next_reducer_name()
-            sparse = [] if config.sparse_as_dense else [i for i, each in enumerate(gradients) if is_sparse(each)]
-            dense = [i for i in range(len(gradients)) if i not in sparse]
-            if config.groups is not None and config.groups > len(dense):
-                raise UsageError(
-                    f"groups must be at most the number of dense gradients. Received: {config.groups} for {len(dense)}"
-                )
-            tensors = [tf.convert_to_tensor(gradients[i]) for i in dense]
-            layout = bucket_layout(tensors, config.groups)
-            packed = layout.pack(tensors)
-            sums = {i: sum_of_elements(each) for i, each in enumerate(packed) if bounded_messages.is_large(each)}
-            buckets = self._reduce_buckets(packed, reduce_op, name, sums)
-            gathered = [self._gather_slices(gradients[i], averages, f"{name}_rows_{i}") for i in sparse]
-
-            def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
-                found = dict(zip(dense, layout.unpack(buckets[: len(packed)]), strict=True))
-                values = buckets[len(packed) :]
-                found |= {i: with_values(all_, each) for i, all_, each in zip(sparse, gathered, values, strict=True)}
-                return [found[i] for i in range(len(gradients))]
-
-            sent = [*packed, *(gradients[i].values for i in sparse)]
-            return ReducedGradients(sent, [*buckets, *(each.values for each in gathered)], unpack, sums=sums)
-
-        return reduce
+        if not config.is_linear:
+            return adasum_reducer(self._operations, self.size)
+        return GradientAllreduce(self._operations, self).reducer(config)
 
     def step_sum(self, num_buckets: int | None = None) -> StepSum:
-        name = ""
-
-        def total(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            nonlocal name
-            name = name or self._next_reducer_name()
-            layout = bucket_layout(tensors, num_buckets and min(num_buckets, len(tensors)))
-            return layout.unpack(self._reduce_buckets(layout.pack(tensors), self._hvd.Sum, name, {}, in_half=True))
-
-        return total
-
-    def _reduce_buckets(
-        self, packed: Sequence[tf.Tensor], op: Any, name: str, sums: Mapping[int, tf.Tensor], **options: bool
-    ) -> list[tf.Tensor]:
-        reduced: list[tf.Tensor] = []
-        last: list[tf.Tensor] = []
-        with tf.control_dependencies(packed if are_sent_together(self.size, self.local_size) else []):
-            # Each result takes memory from when its reduction is begun; what was sent is free when it has ended.
-            for group in bounded_messages.groups_of_bounded_size(packed):
-                first = [sums[i] for i in group if i in sums]
-                with tf.control_dependencies([*first, *map(bounded_messages.arrival, last)]):
-                    last = [self._allreduce(packed[i], op, f"{name}_{i}", **options) for i in group]
-                reduced += last
-        return reduced
-
-    def _next_reducer_name(self) -> str:
-        self._num_reducers += 1
-        return f"hvdtrain_gradients_{self._num_reducers}"
+        return GradientAllreduce(self._operations, self).step_sum(num_buckets)
 
     def num_ranks(self) -> int | tf.Tensor:
         return self.size
@@ -294,50 +212,19 @@ class HorovodCollectives:
         """This rank's number, when a compiled step runs."""
         return self.rank
 
-    def _gather_slices(self, own: tf.IndexedSlices, averages: bool, name: str) -> tf.IndexedSlices:
-        """The mean or the sum over ranks of a sparse gradient; each row once."""
-        own = with_unique_rows(own)  # fewer rows to send
-        sent = tf.cast(own.values, tf.float32) if own.values.dtype == tf.bfloat16 else own.values
-
-        def gather(columns: tf.Tensor, suffix: str) -> tf.Tensor:
-            return self._hvd.allgather(columns, name=f"{name}_values{suffix}", **self._call_options)
-
-        values = bounded_messages.in_columns(sent, self.size * most_rows(own), gather)
-        rows = self._hvd.allgather(own.indices, name=f"{name}_indices", **self._call_options)
-        values = tf.cast(values, own.values.dtype) / tf.cast(self.num_ranks() if averages else 1, own.values.dtype)
-        return with_unique_rows(tf.IndexedSlices(values, rows, own.dense_shape))
-
-    def _adasum_reducer(self) -> GradientReducer:
-        if self.size & (self.size - 1):
-            raise UsageError(
-                f"op='adasum' needs a number of ranks that is a power of 2. Received: {self.size}. Use op='average'."
-            )
-        if not self._hvd.mpi_enabled():
-            raise UsageError("op='adasum' needs MPI. This job runs over Gloo: launch with mpirun, or horovodrun --mpi.")
-
-        def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
-            # One by one: Adasum uses the angle between two ranks' gradients of each variable.
-            tensors = list(map(tf.convert_to_tensor, gradients))
-            if any(bounded_messages.num_bytes(each) > bounded_messages.MAX_MESSAGE_BYTES for each in tensors):
-                raise UsageError("op='adasum' needs gradients of at most 1 GiB. Use op='average' or local_layers.")
-            reduced = [self._hvd.allreduce(each, op=self._hvd.Adasum, **self._call_options) for each in tensors]
-            return ReducedGradients(tensors, reduced, list)
-
-        return reduce
-
     def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
-        hvd, size, call_options = self._hvd, None if self.may_change else self.size, self._call_options
+        size = None if self.may_change else self.size
 
         @tf.custom_gradient
         def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             is_bfloat16 = own.dtype == tf.bfloat16
             sent = tf.cast(own, tf.float32) if is_bfloat16 else own
-            rows = hvd.allgather(sent[tf.newaxis], name=name, **call_options)
+            rows = self._operations.allgather(sent[tf.newaxis], name)
             rows.set_shape([size, own.shape[0]])
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 # Every rank's loss depends on this rank's row.
-                return self._allreduce(upstream, hvd.Sum, f"{name}_gradient")[self._own_rank()]
+                return self._operations.allreduce(upstream, self._hvd.Sum, f"{name}_gradient")[self._own_rank()]
 
             return tf.cast(rows, own.dtype), gradient
 
@@ -345,12 +232,10 @@ class HorovodCollectives:
 
     def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         lengths = tf.ones([self.size], tf.int32)
-        return tf.ensure_shape(self._hvd.alltoall(rows, lengths, name=name, **self._call_options)[0], rows.shape)
+        return tf.ensure_shape(self._operations.alltoall(rows, lengths, name)[0], rows.shape)
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
-        flag = self._hvd.allreduce(
-            tf.cast(value, tf.int32), op=self._hvd.Min, name="hvdtrain_all_true", **self._call_options
-        )
+        flag = self._operations.allreduce(tf.cast(value, tf.int32), self._hvd.Min, "hvdtrain_all_true")
         return tf.cast(flag, tf.bool)
 
 
@@ -360,9 +245,8 @@ class ProcessSetCollectives(HorovodCollectives):
     def __init__(self, world: HorovodCollectives, process_set: Any):
         self._process_set = process_set
         self._hvd = world._hvd
-        self._call_options = {**world._call_options, "process_set": process_set}
+        self._operations = HorovodOperations(world._hvd, process_set)
         self._compiled_sums = {}
-        self._num_reducers = 0
 
     def _global_rank(self, rank: int) -> int:
         return self._process_set.ranks[rank]

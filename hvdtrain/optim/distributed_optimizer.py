@@ -177,7 +177,7 @@ def PartialDistributedOptimizer(
 
     Raises:
         UsageError: as :func:`DistributedOptimizer`; or the optimizer clips by the norm of all gradients, which would
-            differ between ranks, or has ``op="adasum"``.
+            differ between ranks, or an option excludes local layers.
     """
     local = list(local_layers)
     if bad := [each for each in local if not isinstance(each, keras.layers.Layer | keras.Variable)]:

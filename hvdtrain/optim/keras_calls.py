@@ -168,11 +168,11 @@ def run_train_step(
         return train_step(data)
     if pipeline.steps.is_active:
         data = pipeline.steps.count(data)
-    op = pipeline.reduce.config.op
-    if op == "adasum":
+    config = pipeline.reduce.config
+    if not config.is_linear:
         return train_step(data)
     scope = global_loss.LossScope(
-        pipeline.reduce.collectives, sample_weight, sums_gradients=op == "sum", excluded_by=excluded_by
+        pipeline.reduce.collectives, sample_weight, sums_gradients=config.op == "sum", excluded_by=excluded_by
     )
     with global_loss.losses_over_ranks(scope):
         return train_step(data)

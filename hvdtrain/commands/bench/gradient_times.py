@@ -49,7 +49,7 @@ class _TimingCollectives(SingleProcessCollectives):
         def reduce(gradients: Sequence[Gradient]) -> ReducedGradients:
             dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
             self.bytes = [self._sent_bytes(tf.TensorSpec(each.shape, each.dtype)) for each in dense]
-            self.buckets = bucket_layout(dense, len(dense) if config.op == "adasum" else config.groups).members
+            self.buckets = bucket_layout(dense, config.groups if config.is_linear else len(dense)).members
             if self.ready is None:
                 with tf.init_scope(), tf.device("CPU"):
                     self.ready = tf.Variable(tf.zeros([len(dense)], tf.float64), trainable=False)
