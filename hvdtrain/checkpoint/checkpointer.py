@@ -1,8 +1,8 @@
 """Saves the state of a training job on rank 0 and restores it on all ranks."""
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import numpy as np
 
 from hvdtrain.checkpoint import plain_values, random_state, rank_states, storage
 from hvdtrain.checkpoint.background_writer import BackgroundWriter
-from hvdtrain.checkpoint.config import CHECKPOINTS
 from hvdtrain.checkpoint.draft import Draft
-from hvdtrain.checkpoint.folders import local_copy, open_folder
+from hvdtrain.checkpoint.folders import open_folder
 from hvdtrain.checkpoint.model_state import Averaged, Captured, ModelState
+from hvdtrain.checkpoint.selection import CheckpointSelection, usable
 from hvdtrain.checkpoint.transfer import Spec, specs_of
-from hvdtrain.config.wording import option
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import DataError, UsageError
@@ -25,7 +24,6 @@ from hvdtrain.system import versions
 from hvdtrain.system.supervisor_client import note_checkpoint
 from hvdtrain.system.terminal import report
 
-RESUME = ("auto", "never", "must")
 _MAX_FAILURES = 3
 
 
@@ -91,6 +89,7 @@ class Checkpointer:
         # Whether all checkpoints in the folder are of this run: rank 0 has restored one, or found or left none.
         self._owns_all = False
         self._model_state = ModelState(model, self._collectives)
+        self._selection = CheckpointSelection(self._folder, self._model_state)
 
     def save(
         self,
@@ -185,8 +184,8 @@ class Checkpointer:
 
         def find() -> tuple[str, dict[str, Any], list[Spec]] | None:
             nonlocal opened
-            with _usable(self._folder.name):
-                opened = self._find(resume, identity, stack)
+            with usable(self._folder.name):
+                opened = self._selection.to_resume(resume, identity, stack)
                 self._folder.claim()
             self._owns_all = True
             if opened is None:
@@ -234,13 +233,8 @@ class Checkpointer:
 
         def find() -> tuple[str, dict[str, Any]]:
             nonlocal opened
-            with _usable(path or self._folder.name):
-                folder = stack.enter_context(self._folder.reading() if path is None else local_copy(path))
-                candidates = storage.checkpoints_in(folder) if path is None else _checkpoints_at(folder)
-                opened = self._latest_intact(candidates)
-            if opened is None:
-                raise DataError(f"there must be a checkpoint. Received: none in {path or self._folder.name}")
-            self._model_state.require_same_variables(opened.manifest)
+            with usable(path or self._folder.name):
+                opened = self._selection.to_load(path, stack)
             return str(opened.path), opened.manifest
 
         found, manifest = on_first_rank(find, self._collectives)
@@ -256,87 +250,10 @@ class Checkpointer:
         """Waits for the current write on rank 0."""
         self._writer.wait(timeout_s)
 
-    def _find(self, resume: str | Path, identity: Mapping[str, Any], stack: ExitStack) -> storage.Content | None:
-        storage.require_ours(self._directory)
-        storage.recover(self._directory)
-        self._folder.fetch()
-        own = storage.checkpoints_in(self._directory)
-        if str(resume) == "never":
-            if own:
-                raise DataError(
-                    f"{option('resume', 'never')} requires a folder without checkpoints. Received: "
-                    f"{self._folder.name}, which holds {len(own)}. It was left untouched; use another "
-                    f"{option('run_dir', argument='folder')}, or {option('resume', 'auto')}."
-                )
-            return None
-        candidates = own
-        if str(resume) not in RESUME:
-            candidates = self._named(resume, stack.enter_context(self._folder.named(resume)))
-        found = self._latest_intact(candidates)
-        if found is not None:
-            saved = plain_values.join(found.manifest["kept"]["identity"], found.tensors)
-            _require_same(identity, saved, found.path)
-            self._model_state.require_same_variables(found.manifest)
-            self._folder.set_aside_later(found.manifest["step"])
-            return found
-        if str(resume) == "must":
-            raise DataError(f"{option('resume', 'must')} requires a checkpoint. Received: none in {self._folder.name}")
-        return None
-
-    def _latest_intact(self, candidates: list[Path]) -> storage.Content | None:
-        """Returns the last intact checkpoint; None if there are no candidates."""
-        num_damaged = 0
-        for folder in reversed(candidates):
-            problem = storage.damage(folder)
-            if problem is None:
-                try:
-                    return self._read(folder)
-                except storage.MalformedError as error:
-                    problem = str(error)
-            num_damaged += 1
-            report(0, f"{folder} is damaged: {problem}")
-        if num_damaged:
-            raise DataError(
-                f"there must be an intact checkpoint in {candidates[0].parent}. Received: {num_damaged}, all damaged. "
-                "Nothing was deleted. Restore one from a backup, or train from scratch with another "
-                f"{option('run_dir', argument='folder')}."
-            )
-        return None
-
-    def _read(self, folder: Path) -> storage.Content:
-        found = storage.read(folder)
-        with storage.refusing_malformed(storage.MANIFEST):
-            kept, specs = found.manifest["kept"], found.ranks.specs
-            places: list[tuple[Any, Container[str]]] = [
-                (kept["state"], found.tensors),
-                (kept["identity"], found.tensors),
-            ]
-            places += [(value, {name for name, *_ in own}) for value, own in zip(kept["ranks"], specs, strict=True)]
-            for value, arrays in places:
-                if missing := [name for name in plain_values.array_names(value) if name not in arrays]:
-                    raise LookupError(f"there is no array {missing[0]!r}")
-            dict(plain_values.join(kept["identity"], found.tensors))
-            self._model_state.require_well_formed(found.manifest, found.tensors, specs)
-        return found
-
-    def _named(self, named: str | Path, path: Path) -> list[Path]:
-        found, own = _checkpoints_at(path), storage.checkpoints_in(self._directory)
-        if not found:
-            raise DataError(
-                f"{option('resume')} must be auto, never, must, or the path of a checkpoint or run. Received: "
-                f"{named}, which holds no checkpoint"
-            )
-        if own and not any(each.samefile(mine) for each in found for mine in own):
-            raise DataError(
-                "a run that starts from another run's checkpoint requires its own folder. Received: "
-                f"{self._folder.name}, which holds checkpoints. Use another {option('run_dir', argument='folder')}."
-            )
-        return found
-
     def _require_few_failures(self, limit: int) -> None:
         def check() -> None:
             if self._collectives.rank == 0:
-                with _usable(self._folder.name):
+                with usable(self._folder.name):
                     storage.require_ours(self._directory)
                     self._set_others_aside()
             if self._writer.consecutive_failures >= limit:
@@ -367,37 +284,3 @@ class Checkpointer:
 
     def _warn(self, error: Exception) -> None:
         report(0, f"could not write a checkpoint to {self._folder.name}: {error}. Earlier checkpoints are intact.")
-
-
-@contextmanager
-def _usable(directory: str | Path) -> Iterator[None]:
-    """Turns an error of the file system into DataError."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"the folder of checkpoints must be readable and writable. Received: {directory} ({error}). Change its "
-            "permissions, or use another folder."
-        ) from error
-
-
-def _checkpoints_at(path: Path) -> list[Path]:
-    """Returns the checkpoint with a path, or those in a folder or run."""
-    for folder in (path, path / CHECKPOINTS):
-        if found := storage.checkpoints_in(folder):
-            return found
-    return [each for each in storage.checkpoints_in(path.parent) if each.name == path.name]
-
-
-def _require_same(here: Mapping[str, Any], saved: Mapping[str, Any], folder: Path) -> None:
-    differences = [
-        f"{name}: {saved.get(name, 'missing')} in the checkpoint, {here.get(name, 'missing')} here"
-        for name in sorted({*here, *saved})
-        if here.get(name) != saved.get(name)
-    ]
-    if differences:
-        raise DataError(
-            f"a run must resume from its own checkpoint. Received: one of another run, {folder}: "
-            f"{'; '.join(differences)}. It was left untouched; use the options of that run, or another "
-            f"{option('run_dir', argument='folder')}."
-        )

@@ -5,7 +5,8 @@ from typing import Any
 
 import keras
 
-from hvdtrain.checkpoint.checkpointer import RESUME, Checkpointer, Restored
+from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
+from hvdtrain.checkpoint.selection import RESUME
 from hvdtrain.commands import autotune
 from hvdtrain.commands.building import (
     compile_plainly,

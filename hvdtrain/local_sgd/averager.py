@@ -23,10 +23,20 @@ from hvdtrain.local_sgd.facts import FINISHED, LOSS, SAMPLES, STEPS, no_facts, s
 from hvdtrain.local_sgd.finite_values import are_finite, non_finite_error, non_finite_paths
 from hvdtrain.local_sgd.flat_variables import FlatVariables, arrays
 from hvdtrain.local_sgd.outer_optimizer import Flats, make_outer_optimizer
-from hvdtrain.local_sgd.pending_average import PendingAverage
 from hvdtrain.local_sgd.sync_interval import SyncInterval
 from hvdtrain.optim.pipeline import pipeline_of
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
+
+
+@dataclasses.dataclass
+class _PendingAverage:
+    """The average of a round whose allreduce has started, not yet merged."""
+
+    sent: Flats
+    """This rank's values when the allreduce started."""
+    totals: BackgroundTask[Flats] | ImmediateTask[Flats]
+    """Sums over all ranks: displacements times samples, and the facts."""
+    steps_since: int = 0
 
 
 class ParameterAverager:
@@ -85,7 +95,7 @@ class ParameterAverager:
         self._interval = SyncInterval(config)
         self._anchor: Flats | None = None
         self._velocity: Flats = ()
-        self._pending: PendingAverage | None = None
+        self._pending: _PendingAverage | None = None
         self._closing: BackgroundTask[Flats] | None = None
         self._samples = self._steps = self._missed_steps = 0
         self._loss = 0.0
@@ -293,7 +303,7 @@ class ParameterAverager:
         if (pending := rank_state["pending"]) is not None:
             totals = [tf.constant(each) for each in pending["totals"]]
             sent = [tf.constant(each) for each in pending["sent"]]
-            self._pending = PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
+            self._pending = _PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
 
     # For the ranks of an elastic job.
 
@@ -337,7 +347,7 @@ class ParameterAverager:
         def reduce() -> Flats:
             return self._sum.sum(message, samples)
 
-        self._pending = PendingAverage(
+        self._pending = _PendingAverage(
             sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
         )
         # Not before: if a rank of an elastic job is lost meanwhile, the others average these steps again without it.
