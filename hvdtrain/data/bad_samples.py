@@ -1,13 +1,39 @@
-"""Quota of unreadable samples: they are logged, skipped and counted over all ranks."""
+"""Unreadable samples: a source finds them, feeds leave them out, and a quota limits their number over all ranks."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
 
 from hvdtrain.config.wording import option
-from hvdtrain.data.source import BadSample
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import DataError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.system.terminal import report
+
+
+@dataclasses.dataclass(frozen=True)
+class BadSample:
+    """A sample that cannot be read or parsed."""
+
+    number: int
+    """Its sample number; -1 if it has none."""
+    where: str
+    """Human-readable: ``/data/a.tfrecord, record 17 at offset 1234 bytes``. Records are counted from 0."""
+    cause: str
+    """Why it cannot be read or parsed."""
+
+
+class FindsBadSamples(Protocol):
+    """What a source knows about its unreadable samples."""
+
+    @property
+    def bad_samples(self) -> Sequence[BadSample]:
+        """Bad samples found when the source was opened, the same on all ranks."""
+
+    def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
+        """Reads each of these samples separately and returns those that fail."""
 
 
 class BadSampleQuota:
@@ -70,6 +96,32 @@ class BadSampleQuota:
                 f"the number of unreadable samples must be at most {self._allowed}. Received: {len(self._places)}."
                 f"{last} Repair the files, or allow more with {option('bad_samples')}."
             )
+
+
+class ExcludedSamples:
+    """The samples that a feed leaves out, because they could not be read."""
+
+    def __init__(self, source: FindsBadSamples, quota: BadSampleQuota):
+        self._source = source
+        self._quota = quota
+        self.numbers: frozenset[int] = frozenset()
+
+    def exclude_bad(self, numbers: np.ndarray, error: Exception) -> None:
+        """Finds the samples that made a batch fail, counts them, and leaves them out from now on.
+
+        Args:
+            numbers: the samples of the batch.
+            error: what was raised when it was read.
+
+        Raises:
+            DataError: more samples are unreadable than allowed.
+            Exception: ``error`` itself, if each sample can be read.
+        """
+        bad = self._source.find_bad(numbers)
+        if not bad:
+            raise error
+        self._quota.note_found(bad)
+        self.numbers |= {each.number for each in bad}
 
 
 def _log(rank: int, bad: Sequence[BadSample]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.data.bad_samples import BadSampleQuota
+from hvdtrain.data.bad_samples import BadSampleQuota, ExcludedSamples
 from hvdtrain.data.device_prefetch import prefetch_to
 from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
@@ -25,9 +25,8 @@ class TrainingFeed:
     def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
         self._source = source
         self.plan = plan
-        self._quota = quota
         self._device = device
-        self._excluded: frozenset[int] = frozenset()
+        self._excluded = ExcludedSamples(source, quota)
         self.iterator: Any = None
 
     @functools.cached_property
@@ -41,7 +40,7 @@ class TrainingFeed:
         The iterator stays the same object once it exists, so that a compiled step that reads it is not traced again.
         """
         dataset = self._prefetched(
-            training_dataset(self._source, self.plan, first_micro_batch=micro_batch, excluded=self._excluded)
+            training_dataset(self._source, self.plan, first_micro_batch=micro_batch, excluded=self._excluded.numbers)
         )
         if self.iterator is None:
             self.iterator = iter(dataset)
@@ -69,11 +68,7 @@ class TrainingFeed:
             DataError: more samples are unreadable than allowed.
             Exception: ``error`` itself, if all samples of the micro-batch can be read.
         """
-        bad = self._source.find_bad(self.plan.numbers(micro_batch, self._excluded))
-        if not bad:
-            raise error
-        self._quota.note_found(bad)
-        self._excluded |= {each.number for each in bad}
+        self._excluded.exclude_bad(self.plan.numbers(micro_batch, self._excluded.numbers), error)
         self.start(micro_batch)
 
 
@@ -88,8 +83,7 @@ class EvaluationFeed:
         self._source = source
         self._batch_size = batch_size
         self._ranks = ranks
-        self._quota = quota
-        self._excluded: frozenset[int] = frozenset()
+        self._excluded = ExcludedSamples(source, quota)
 
     def restart(self) -> None:
         """Starts at the first batch. Must be called before each evaluation."""
@@ -104,7 +98,7 @@ class EvaluationFeed:
                 self._ranks.rank,
                 self._ranks.size,
                 first_batch=self._position,
-                excluded=self._excluded,
+                excluded=self._excluded.numbers,
             )
         )
 
@@ -115,11 +109,7 @@ class EvaluationFeed:
     def resume_after(self, error: Exception) -> None:
         """Like :meth:`TrainingFeed.resume_after`, for the current batch."""
         batches = shard_batches(
-            self._source.num_samples, self._batch_size, self._ranks.rank, self._ranks.size, self._excluded
+            self._source.num_samples, self._batch_size, self._ranks.rank, self._ranks.size, self._excluded.numbers
         )
-        bad = self._source.find_bad(batches[self._position])
-        if not bad:
-            raise error
-        self._quota.note_found(bad)
-        self._excluded |= {each.number for each in bad}
+        self._excluded.exclude_bad(batches[self._position], error)
         self._make_iterator()

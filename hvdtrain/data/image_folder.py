@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.downloads import require_local
 from hvdtrain.data.numbered import NumberedSource, Parts
 from hvdtrain.data.pipeline import Augment
-from hvdtrain.data.source import BadSample
 from hvdtrain.errors import DataError, UsageError
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")

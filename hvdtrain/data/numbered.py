@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.pipeline import Augment, map_samples, random_access_evaluation, random_access_training
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
-from hvdtrain.data.source import BadSample
 
 Parts = tuple[Any, ...]
 """``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; each a structure of arrays or tensors."""

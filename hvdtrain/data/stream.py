@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.numbered import as_keras_packs
 from hvdtrain.data.pipeline import parallel_calls
 from hvdtrain.data.sample_plan import SamplePlan, shard
-from hvdtrain.data.source import BadSample
 from hvdtrain.errors import DataError, UsageError
 
 _ELEMENTS_COMPARED = 16

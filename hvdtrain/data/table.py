@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.downloads import require_local
 from hvdtrain.data.numbered import NumberedSource, Parts, read_with_numpy
 from hvdtrain.data.pipeline import Augment
-from hvdtrain.data.source import BadSample
 from hvdtrain.errors import DataError, UsageError
 
 if TYPE_CHECKING:

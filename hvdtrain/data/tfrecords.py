@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.downloads import local_copies
 from hvdtrain.data.pipeline import Augment, map_samples, output_spec, random_access_evaluation, random_access_training
 from hvdtrain.data.record_files import RecordFile, find_files, require_unchanged, status_of, to_check
 from hvdtrain.data.record_index import UnreadableRecordError, read_record
 from hvdtrain.data.record_table import open_table
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
-from hvdtrain.data.source import BadSample
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank

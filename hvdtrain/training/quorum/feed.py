@@ -66,10 +66,7 @@ class QuorumFeed(TrainingFeed):
                 data, _ = next(self.iterator)
             except tf.errors.OpError as error:
                 positions = shares.positions_of(self.plan.rank, micro_batch.index)
-                bad = self._source.find_bad(self.plan.order(micro_batch.epoch)[positions])
-                if not bad:
-                    raise
-                self._quota.note_found(bad)
+                self._excluded.exclude_bad(self.plan.order(micro_batch.epoch)[positions], error)
                 raise AssertionError("the quota of unreadable samples must be 0") from error
             self._kept = (key, data)
             self._next = self._key_after(shares, micro_batch)
