@@ -30,17 +30,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "single"))
 from simulated_ranks import FirstRank, SimulatedRanks
 
-from hvdtrain.fault_tolerance import channel, monitor_thread
+from hvdtrain.fault_tolerance import channel, control_thread, monitor_thread
 from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.fault_tolerance.peers import heartbeat_interval_s
 
 RANKS_PER_HOST = 8
 PROCESSES = 4
 LOST_TOGETHER = 64
+STALL_TIMEOUT_S = 600.0
 _SETTLING_S = 1.0
-# Older code has one limit for all numbers of ranks. It is raised, so that all else can be measured as well.
-_OLD_CONNECT_LIMIT_S = channel._CONNECT_S
-if not hasattr(channel, "_connect_timeout_s"):
-    channel._CONNECT_S = 60.0
 
 
 def make_step() -> Callable[[], None]:
@@ -60,12 +58,6 @@ def make_step() -> Callable[[], None]:
         return tf.reduce_sum(product)
 
     return lambda: float(step()) and None
-
-
-def connect_limit_s(size: int) -> float:
-    """How long the measured code lets a rank connect."""
-    limit_s = getattr(channel, "_connect_timeout_s", None)
-    return limit_s(size) if limit_s else _OLD_CONNECT_LIMIT_S
 
 
 class Block(NamedTuple):
@@ -102,10 +94,9 @@ class Watched:
         self._job = job
         self._runs = threading.Event()
         self._runs.set()
-        self._monitor: Any = watch._monitor
+        self._monitor: Any = watch.monitor
         self.heartbeat_cpu_s = 0.0
         """The longest processor time to send a heartbeat to all ranks."""
-        self.interval_s = self._monitor._heartbeat_interval_s
         self._poll, self._send = self._monitor.poll, self._monitor._send_heartbeat
         self._monitor.poll, self._monitor._send_heartbeat = self.poll, self.send
 
@@ -143,7 +134,8 @@ class Job:
             began.append(time.monotonic())
             self.others.tell("connect", endpoint, 60.0)
 
-        watch = JobWatch(FirstRank(self.hosts, connect, lambda: sum(self.others.answers())))
+        first = FirstRank(self.hosts, connect, lambda: sum(self.others.answers()))
+        watch = JobWatch(first, stall_timeout_s=STALL_TIMEOUT_S)
         before = psutil.Process().memory_info().rss
         watch.start()
         connected_s = time.monotonic() - began[0]
@@ -224,7 +216,8 @@ def measure(size: int, rounds: int, pairs: int, seconds: float) -> dict[str, Any
     job.others.close()
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in found.items()}
     rounded = {name: [round(value, 6) for value in values] for name, values in found.items()}
-    fixed = {"heartbeat_interval_s": watched.interval_s, "connect_limit_s": connect_limit_s(size)}
+    interval_s = heartbeat_interval_s(size, STALL_TIMEOUT_S)
+    fixed = {"heartbeat_interval_s": interval_s, "connect_limit_s": channel.connect_timeout_s(size)}
     return fixed | {"quartiles": quartiles, "all_rounds": rounded}
 
 
@@ -248,7 +241,7 @@ def measure_loss(size: int, num_lost: int) -> dict[str, Any]:
         at["named"] = time.monotonic()
         texts.append(text)
 
-    monitor_thread.os = Replaced(monitor_thread.os, _exit=end)
+    control_thread.os = Replaced(control_thread.os, _exit=end)
     monitor_thread.write = write
     first = RANKS_PER_HOST * (size // RANKS_PER_HOST // 2) or 1
     lost_at = min(job.others.ask("lose", list(range(first, first + num_lost))))
@@ -293,7 +286,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20, help="blocks of steps with the job watch in each round")
     parser.add_argument("--seconds", type=float, default=1.0, help="duration of a block of steps")
     parser.add_argument("--name", default="after", help="under which the results are saved")
-    parser.add_argument("--package", type=Path, help="a checkout whose hvdtrain is measured (default: this one)")
+    parser.add_argument(
+        "--package",
+        type=Path,
+        help="a checkout with the same control_thread.py, whose hvdtrain is measured (default: this one)",
+    )
     parser.add_argument("--part", choices=["steps", "loss"], help=argparse.SUPPRESS)
     parser.add_argument("--lost", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()

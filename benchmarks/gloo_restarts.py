@@ -47,6 +47,7 @@ def write(path: Path, text: str) -> None:
 
 def run_rank(rank: int, size: int, folder: Path, restarts: int) -> None:
     alone = Rendezvous(HOST)
+    alone.start()
     environment.choose_settings_for_restarts(deterministic=False)
     environment.set_place(place(0, 1), "lo", (HOST, alone.port))
     collectives = ElasticCollectives(environment.launcher())
@@ -73,6 +74,7 @@ def measure(size: int, restarts: int) -> list[float]:
             seconds = []
             for number in range(restarts):
                 rendezvous = Rendezvous(HOST)
+                rendezvous.start()
                 write(folder / f"port-{number}", str(rendezvous.port))
                 times = [json.loads(wait_for(folder / f"times-{number}-{rank}")) for rank in range(size)]
                 seconds.append(max(end for _, end in times) - min(start for start, _ in times))

@@ -14,7 +14,8 @@ from hvdtrain.distributed.config import RuntimeConfig
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import exit_code_of, on_every_rank
 from hvdtrain.fault_tolerance.config import JobWatchConfig
-from hvdtrain.fault_tolerance.elastic.member import CoordinatorLink, ElasticWatch, join_elastic_job
+from hvdtrain.fault_tolerance.elastic.coordinator_link import CoordinatorLink
+from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch, join_elastic_job
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.shutdown import end_job, is_secondary
 from hvdtrain.fault_tolerance.start_watch import StartWatch

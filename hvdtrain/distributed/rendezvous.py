@@ -6,7 +6,7 @@ _WAIT_S = 0.5
 
 
 class Rendezvous:
-    """Horovod's key-value store, served by this process.
+    """Horovod's key-value store, served by this process: it listens at once, and answers from :meth:`start` on.
 
     Args:
         host: the address to listen on.
@@ -38,6 +38,9 @@ class Rendezvous:
 
         self._server = Server((host, 0), Handler, 0)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+
+    def start(self) -> None:
+        """Answers what has been asked, and what will be."""
         self._thread.start()
 
     @property
@@ -55,6 +58,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Stops serving."""
-        self._server.shutdown()
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
-        self._thread.join()

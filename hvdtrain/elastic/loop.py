@@ -18,8 +18,8 @@ from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables
 from hvdtrain.distributed.runtime import Topology
 from hvdtrain.errors import HvdtrainError, StoppedEarly, UsageError
-from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange, join_elastic_job
-from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
+from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch, join_elastic_job
+from hvdtrain.fault_tolerance.elastic.rejoin import MembershipChange, is_over, rejoin
 from hvdtrain.fault_tolerance.shutdown import end_job
 from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.optim.pipeline import in_scope, pipelines_of

@@ -6,8 +6,6 @@ One allgather at the start exchanges the addresses, so that it works with any la
 import contextlib
 import hmac
 import json
-import os
-import resource
 import secrets
 import selectors
 import socket
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
+from hvdtrain.fault_tolerance.open_files import allow_connections
 from hvdtrain.system import network
 
 if TYPE_CHECKING:
@@ -31,8 +30,6 @@ _CONNECT_S_PER_RANK = 5e-3
 _CHUNK_BYTES = 65536
 # Room for other clients, such as port scanners: with a full queue, ranks would wait a second to connect.
 _EXTRA_BACKLOG = 100
-# Files that rank 0 may open later, where its limit allows: those of data sets and logs, connections of MPI or Gloo.
-_OTHER_DESCRIPTORS = 1024
 # No rank sends a longer line.
 _MAX_LINE_BYTES = 1 << 20
 
@@ -153,14 +150,15 @@ def open_channel(collectives: "Collectives") -> Channel:
     endpoint: _Endpoint = collectives.allgather(None)[0]
     if hosts[collectives.rank] == hosts[0]:
         endpoint = endpoint._replace(addresses=[_LOOPBACK])
-    timeout_s = _connect_timeout_s(collectives.size)
+    timeout_s = connect_timeout_s(collectives.size)
     connection = on_every_rank(
         lambda: _connect_to_first_rank(endpoint, collectives.rank, hosts[0], timeout_s), collectives
     )
     return Channel(hosts, {0: connection})
 
 
-def _connect_timeout_s(size: int) -> float:
+def connect_timeout_s(size: int) -> float:
+    """How long a rank of a job with this many may take to connect to rank 0."""
     return _CONNECT_S + size * _CONNECT_S_PER_RANK
 
 
@@ -171,13 +169,13 @@ def _accept_ranks(collectives: "Collectives", is_one_host: bool) -> dict[int, Co
         endpoint = _Endpoint(addresses, listener.getsockname()[1], secrets.token_hex(16))
         collectives.allgather(endpoint)
         # By then a rank that is missing has tried all addresses, and raises an error with the causes.
-        until = time.monotonic() + _connect_timeout_s(collectives.size) * (len(addresses) + 1)
+        until = time.monotonic() + connect_timeout_s(collectives.size) * (len(addresses) + 1)
         return on_every_rank(lambda: _accept(listener, endpoint.token, collectives.size, until), collectives)
 
 
 def _accept(listener: socket.socket, token: str, size: int, until: float) -> dict[int, Connection]:
     """Accepts the connections of all other ranks; closes those without the token."""
-    _allow_descriptors(size)
+    allow_connections(size)
     listener.setblocking(False)
     ranks: dict[int, Connection] = {}
     with selectors.PollSelector() as selector:
@@ -211,26 +209,6 @@ def _new_connections(listener: socket.socket) -> Iterator[Connection]:
     with contextlib.suppress(OSError):  # There is none, or it was closed again.
         while True:
             yield Connection(listener.accept()[0])
-
-
-def _allow_descriptors(size: int) -> None:
-    """Raises this process's limit of open files if a connection to every rank would exceed it.
-
-    Raises:
-        HvdtrainError: the administrator's limit is too low.
-    """
-    needed = len(os.listdir("/proc/self/fd")) + size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        raise HvdtrainError(
-            f"rank 0 must be able to open {needed} files, one of them for each of {size} ranks. Received: a limit of "
-            f"{hard}. Raise the hard limit of open files (ulimit -Hn) on rank 0's host, or use fewer ranks."
-        )
-    wanted = needed + _OTHER_DESCRIPTORS
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _is_admitted(message: Message, token: str, size: int) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.channel import open_channel
-from hvdtrain.fault_tolerance.monitor_thread import EXIT_ACTIONS_S, MonitorThread
+from hvdtrain.fault_tolerance.control_thread import EXIT_ACTIONS_S
+from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
 from hvdtrain.fault_tolerance.stall_detection import Position
 from hvdtrain.fault_tolerance.stop_consensus import StopPoint
 from hvdtrain.system.background import run_with_timeout
@@ -62,7 +63,8 @@ class JobWatch:
         self._stop_point = StopPoint()
         self._position = Position()
         self._exit_actions: list[Callable[[], None]] = []
-        self._monitor: Monitor | None = None
+        self.monitor: Monitor | None = None
+        """The thread that communicates for this process; None while the watch is not open."""
 
     def start(self) -> None:
         """Connects the ranks. Collective: all ranks must call it.
@@ -82,7 +84,7 @@ class JobWatch:
             clock=self._clock,
         )
         monitor.start()
-        self._monitor = monitor
+        self.monitor = monitor
 
     def close(self, *, ends_process: bool = False) -> None:
         """Disconnects from the other ranks and restores signal handlers. Call it from the thread that called start.
@@ -92,9 +94,9 @@ class JobWatch:
         Args:
             ends_process: ignore signals from now on instead: this process ends with an exit code that is decided.
         """
-        if self._monitor is not None:
-            self._monitor.close(ends_process=ends_process)
-            self._monitor = None
+        if self.monitor is not None:
+            self.monitor.close(ends_process=ends_process)
+            self.monitor = None
 
     def __enter__(self) -> "JobWatch":
         self.start()
@@ -121,8 +123,8 @@ class JobWatch:
 
     def request_stop(self, reason: str) -> None:
         """Requests that all ranks stop, as a signal does."""
-        if self._monitor is not None:
-            self._monitor.request_stop(reason)
+        if self.monitor is not None:
+            self.monitor.request_stop(reason)
 
     def heartbeat(self, where: str, step: int) -> None:
         """Reports progress of the main thread. All ranks must call it at the same points of the run."""
@@ -138,14 +140,14 @@ class JobWatch:
 
     def fail(self, code: int) -> None:
         """Ends all other ranks with this exit code at once; call it after reporting the cause."""
-        if self._monitor is not None:
-            self._monitor.fail(code)
+        if self.monitor is not None:
+            self.monitor.fail(code)
         self.run_exit_actions()
 
     def wait_for_cause(self, timeout_s: float) -> None:
         """Waits for another rank to report why the job ends, which also ends this process."""
-        if self._monitor is not None:
-            self._monitor.wait_for_end(timeout_s)
+        if self.monitor is not None:
+            self.monitor.wait_for_end(timeout_s)
 
     def _run_exit_actions(self) -> None:
         for action in self._exit_actions:

@@ -7,22 +7,26 @@ the middle of a reduction answer too, and the ranks that they wait for proceed t
 """
 
 import threading
+from collections.abc import Callable
+
+from hvdtrain.fault_tolerance.channel import Message
 
 
 class StopPoint:
-    """The state of one rank. The main thread calls :meth:`check`; the monitor thread calls the other methods."""
+    """The state of one rank. The main thread calls :meth:`check`; its control thread calls the other methods."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._passed = 0
         self._is_pending = False
-        self._decision: int | None = None
+        self.decision: int | None = None
+        """The check at which all ranks stop, once it is decided."""
         self.reason: str | None = None
 
     @property
     def is_requested(self) -> bool:
         """True from the proposal on."""
-        return self._is_pending or self._decision is not None
+        return self._is_pending or self.decision is not None
 
     def check(self) -> bool:
         """Passes one check and returns False, or returns True if all ranks stop at this check."""
@@ -30,7 +34,7 @@ class StopPoint:
             number = self._passed + 1
             while self._is_pending:
                 self._changed.wait()
-            if self._decision is not None and number >= self._decision:
+            if self.decision is not None and number >= self.decision:
                 return True
             self._passed = number
             return False
@@ -45,7 +49,7 @@ class StopPoint:
     def decide(self, check: int) -> None:
         """Sets the check at which all ranks stop."""
         with self._changed:
-            self._decision = check
+            self.decision = check
             self._is_pending = False
             self._changed.notify_all()
 
@@ -54,7 +58,7 @@ class StopPoint:
         with self._changed:
             self._passed = 0
             self._is_pending = False
-            self._decision = None
+            self.decision = None
             self._changed.notify_all()
 
     def withdraw(self) -> int:
@@ -97,3 +101,58 @@ class StopVote:
             return None
         self._is_decided = True
         return max(self._passed.values()) + 1
+
+
+class StopConsensus:
+    """A rank's part in the agreement: rank 0 proposes a stop and counts the answers of all ranks.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        stop_point: shared with the main thread.
+        send_all: sends a message from rank 0 to all other ranks, from other ranks to rank 0.
+    """
+
+    def __init__(self, rank: int, size: int, *, stop_point: StopPoint, send_all: Callable[[Message], None]):
+        self._rank = rank
+        self._stop_point = stop_point
+        self._send_all = send_all
+        self._vote = StopVote(size)
+
+    def request(self, reason: str) -> None:
+        """Requests that all ranks stop at the same check."""
+        if self._rank == 0:
+            self._propose(reason)
+        else:
+            self._send_all({"kind": "stop", "reason": reason})
+
+    def handle(self, rank: int, message: Message) -> None:
+        """Handles a message of another rank, if it is about a stop."""
+        match message:
+            case {"kind": "stop", "reason": reason}:
+                self._propose(reason)
+            case {"kind": "propose", "reason": reason}:
+                self._send_all({"kind": "answer", "passed": self._stop_point.propose(reason)})
+            case {"kind": "answer", "passed": passed}:
+                self._record(rank, passed)
+            case {"kind": "decision", "check": check}:
+                self._stop_point.decide(check)
+
+    def note_left(self, rank: int, passed: int) -> None:
+        """Notes that another rank has left after this number of checks."""
+        if self._rank == 0:
+            self._record(rank, passed)
+        else:
+            self._stop_point.withdraw()
+
+    def _propose(self, reason: str) -> None:
+        if self._vote.open():
+            self._send_all({"kind": "propose", "reason": reason})
+            self._record(0, self._stop_point.propose(reason))
+
+    def _record(self, rank: int, passed: int) -> None:
+        self._vote.record(rank, passed)
+        decision = self._vote.decision()
+        if decision is not None:
+            self._send_all({"kind": "decision", "check": decision})
+            self._stop_point.decide(decision)

@@ -12,8 +12,8 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.replica_consistency import global_stream, own_random_stream, random_streams
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.fault_tolerance.elastic.member import ElasticWatch, MembershipChange
-from hvdtrain.fault_tolerance.elastic.rejoin import is_over, rejoin
+from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch
+from hvdtrain.fault_tolerance.elastic.rejoin import MembershipChange, is_over, rejoin
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.training.config import StepConfig

@@ -74,6 +74,7 @@ def listen_without_accepting() -> socket.socket:
 
 def main(kind: str) -> None:
     rendezvous = Rendezvous(HOST)
+    rendezvous.start()
     environment.choose_settings_for_restarts(deterministic=False)
     # Without the cut, the test would take the launcher's time limit.
     environment.set_gloo_timeout_of_restarts = lambda _: os.environ.update(HOROVOD_GLOO_TIMEOUT_SECONDS="600")
@@ -92,6 +93,7 @@ def main(kind: str) -> None:
     except Exception as error:
         print(f"failed: {error}")
     alone = Rendezvous(HOST)
+    alone.start()
     collectives.restart(dataclasses.asdict(Place(0, 1, 0, 1, 0, 1)), "lo", (HOST, alone.port))
     print(f"{collectives.size} rank")
 

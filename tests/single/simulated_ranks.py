@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from hvdtrain.fault_tolerance import channel, monitor_thread
 from hvdtrain.fault_tolerance.channel import Channel
 from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
+from hvdtrain.fault_tolerance.peers import heartbeat_interval_s
 from hvdtrain.fault_tolerance.stall_detection import Position
 from hvdtrain.fault_tolerance.stop_consensus import StopPoint
 
@@ -31,19 +32,12 @@ class _Monitor(MonitorThread):
     def _end(self, code: int, *, after_s: float = 0.0) -> NoReturn:
         raise EndedError(code)
 
-    @property
-    def due_at(self) -> float:
-        return self._heartbeat_at
-
     def request(self, reason: str) -> None:
         self._request_stop(reason)
 
-    def leave(self) -> None:
-        self._send_bye()
-
 
 class SimulatedRank:
-    """One rank other than 0.
+    """One rank other than 0, whose clock can be set back.
 
     Args:
         hosts: of all ranks.
@@ -52,6 +46,8 @@ class SimulatedRank:
     def __init__(self, rank: int, hosts: list[str], connection: channel.Connection, stall_timeout_s: float):
         self.rank = rank
         self.connection = connection
+        self.lag_s = 0.0
+        """How much its clock is slow."""
         self.stop_point = StopPoint()
         self.monitor = _Monitor(
             rank,
@@ -60,7 +56,13 @@ class SimulatedRank:
             position=lambda: Position(1, "training", 1),
             exit_actions=lambda: None,
             stall_timeout_s=stall_timeout_s,
+            clock=lambda: time.monotonic() - self.lag_s,
         )
+
+    @property
+    def due_at(self) -> float:
+        """When it has to be polled at the latest."""
+        return self.monitor.due_at + self.lag_s
 
 
 class RankGroup:
@@ -101,27 +103,24 @@ class RankGroup:
         if rank not in self._ranks:
             return
         each = self._ranks[rank]
-        was_decided = each.stop_point._decision is not None
-        # It was woken for nothing, by a deadline that a message has meanwhile moved.
-        if not each.monitor._selector.select(0) and each.monitor.due_at > time.monotonic():
-            return
+        was_decided = each.stop_point.decision is not None
         try:
-            each.monitor.poll()
+            each.monitor.poll(wait_s=0.0)
         except EndedError as ended:
             self._codes[rank] = ended.args[0]
             self._close(rank)
             return
-        if each.stop_point._decision is not None and not was_decided:
+        if each.stop_point.decision is not None and not was_decided:
             self._decided_at[rank] = time.monotonic()
-        if not each.monitor._peers:  # rank 0 has left
+        if not each.monitor.peers:  # rank 0 has left
             self._close(rank)
         else:
-            heapq.heappush(self._due, (each.monitor.due_at, rank))
+            heapq.heappush(self._due, (each.due_at, rank))
 
     def _close(self, rank: int) -> None:
         each = self._ranks.pop(rank)
         self._selector.unregister(each.connection)
-        each.monitor._release()
+        each.monitor.abandon()
         self._ended_at = time.monotonic()
 
     # Commands.
@@ -142,7 +141,7 @@ class RankGroup:
                 connecting.connect_ex((_LOOPBACK, port))
                 connections[rank] = channel.Connection(connecting)
                 selector.register(connections[rank], selectors.EVENT_WRITE, rank)
-            timeout_s = channel._connect_timeout_s(len(self._hosts)) if timeout_s is None else timeout_s
+            timeout_s = channel.connect_timeout_s(len(self._hosts)) if timeout_s is None else timeout_s
             until = time.monotonic() + timeout_s
             while selector.get_map() and time.monotonic() < until:
                 for key, events in selector.select(1.0):
@@ -156,8 +155,8 @@ class RankGroup:
             num_missing = len(selector.get_map())
         for rank, each in self._ranks.items():
             # Ranks of a job do not send their heartbeats at the same moment.
-            each.monitor._heartbeat_at += random.random() * each.monitor._heartbeat_interval_s
-            heapq.heappush(self._due, (each.monitor.due_at, rank))
+            each.lag_s = random.random() * heartbeat_interval_s(len(self._hosts), self._stall_timeout_s)
+            heapq.heappush(self._due, (each.due_at, rank))
             self._selector.register(each.connection, selectors.EVENT_READ, rank)
         self._pipe.send(num_missing)
 
@@ -170,7 +169,7 @@ class RankGroup:
 
     def decisions(self) -> None:
         """Sends how many ranks know the check at which to stop, the checks, and when the last one learnt it."""
-        checks = {each.stop_point._decision for each in self._ranks.values() if each.stop_point._decision is not None}
+        checks = {each.stop_point.decision for each in self._ranks.values()} - {None}
         self._pipe.send((len(self._decided_at), checks, max(self._decided_at.values(), default=0.0)))
 
     def lose(self, ranks: Sequence[int]) -> None:
@@ -182,12 +181,12 @@ class RankGroup:
         self._pipe.send(began if mine else math.inf)
 
     def suspend(self) -> None:
-        """Polls no rank until the next command. Heartbeats become due as much later, so that they stay spread."""
+        """Polls no rank until the next command. Their clocks stand still, so that heartbeats stay spread."""
         began = time.monotonic()
         self._pipe.poll(None)
         gap_s = time.monotonic() - began
         for each in self._ranks.values():
-            each.monitor._heartbeat_at += gap_s
+            each.lag_s += gap_s
         self._due = [(at + gap_s, rank) for at, rank in self._due]
 
     def resume(self) -> None:

@@ -99,7 +99,7 @@ def test_survivors_are_cut_off_and_continue(jobs):
     job = jobs(1, 3)
     first, second, third = started(job, 3)
     third.send(kind="heartbeat", heartbeats=7, step=41)
-    wait_until(lambda: any(peer.step == 41 for peer in job.coordinator._peers))
+    wait_until(lambda: any(peer.step == 41 for peer in job.coordinator.peers))
     third.die()
     for member in (first, second):
         assert member.receive("cut")["generation"] == 1
@@ -271,7 +271,7 @@ def test_a_silent_member_is_removed(jobs, heartbeats):
     second.receive("begin")
     now[0] = 4.0
     first.send(kind="heartbeat", heartbeats=heartbeats, step=1)
-    wait_until(lambda: any(peer.received_at == 4.0 for peer in job.coordinator._peers))
+    wait_until(lambda: any(peer.received_at == 4.0 for peer in job.coordinator.peers))
     now[0] = 6.0
     assert first.receive("cut")["generation"] == 1
     assert any("no heartbeat for 5 s" in line for line in job.said)
@@ -290,7 +290,7 @@ def test_the_member_that_the_others_wait_for_is_removed(jobs):
     second.receive("begin")
     first.send(kind="heartbeat", heartbeats=3, step=2)
     second.send(kind="heartbeat", heartbeats=2, step=1)
-    wait_until(lambda: sorted(peer.heartbeats for peer in job.coordinator._peers) == [2, 3])
+    wait_until(lambda: sorted(peer.heartbeats for peer in job.coordinator.peers) == [2, 3])
     for now[0] in (3.0, 6.0):  # Both are alive, and neither makes progress.
         first.send(kind="heartbeat", heartbeats=3, step=2)
         second.send(kind="heartbeat", heartbeats=2, step=1)

@@ -13,8 +13,9 @@ from made_up_jobs import wait_until
 from simulated_ranks import FirstRank, SimulatedRanks
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.fault_tolerance import channel, monitor_thread
+from hvdtrain.fault_tolerance import control_thread, monitor_thread
 from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.fault_tolerance.open_files import OTHER_FILES, allow_connections
 from hvdtrain.fault_tolerance.peers import heartbeat_interval_s
 from hvdtrain.system.terminal import some_of
 
@@ -61,11 +62,10 @@ def test_ranks_that_are_lost_together_are_named_in_one_line(others, monkeypatch)
             ended.set()
             raise SystemExit(code)
 
-    monkeypatch.setattr(monitor_thread, "os", NoExit())
+    monkeypatch.setattr(control_thread, "os", NoExit())
     monkeypatch.setattr(monitor_thread, "write", written.append)
     # Only after the first loss, which it would otherwise notice together with the next ones.
-    gather = lambda monitor: time.sleep(1.0) if len(monitor._peers) < SIZE - 1 else None
-    monkeypatch.setattr(monitor_thread.MonitorThread, "_let_messages_gather", gather)
+    monkeypatch.setattr(monitor_thread, "gather_time_s", lambda peers: 1.0 if peers < SIZE - 1 else 0.0)
     watch = started(others)
     watch.heartbeat("training", 47)
     others.ask("lose", [96])
@@ -103,18 +103,18 @@ def test_rank_0_raises_its_limit_of_open_files(monkeypatch):
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < used + 2500:
         pytest.skip("the administrator's limit of open files is too low")
     with limit_of_open_files(used + 1500):
-        channel._allow_descriptors(100)
+        allow_connections(100)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == used + 1500
-        channel._allow_descriptors(1000)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used + 1000 + channel._OTHER_DESCRIPTORS
+        allow_connections(1000)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used + 1000 + OTHER_FILES
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: raised.append(limits))
-    channel._allow_descriptors(4000 - used)  # Fewer than would be good to have, and enough.
+    allow_connections(4000 - used)  # Fewer than would be good to have, and enough.
     assert raised == [(4096, 4096)]
     message = r"one of them for each of 4096 ranks\. Received: a limit of 4096\. Raise the hard limit"
     with pytest.raises(HvdtrainError, match=message):
-        channel._allow_descriptors(4096)
+        allow_connections(4096)
 
 
 def test_messages_name_some_of_many_ranks():

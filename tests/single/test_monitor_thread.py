@@ -54,8 +54,7 @@ class MonitoredRank:
 
     def poll(self) -> None:
         # Otherwise it waits for the next heartbeat in real time.
-        self.monitor._heartbeat_at = min(self.monitor._heartbeat_at, self.now)
-        self.monitor.poll()
+        self.monitor.poll(wait_s=0.0)
 
     def advance(self, seconds: float, *, heartbeats: int | None = None) -> None:
         """Lets time pass in steps of a heartbeat interval; rank 1 sends its number of heartbeats at each if given."""
@@ -81,7 +80,7 @@ def make_rank(monkeypatch) -> Iterator[Callable[..., MonitoredRank]]:
     def exit_process(code: int) -> None:
         raise Exited(code)
 
-    monkeypatch.setattr(monitor_thread.os, "_exit", exit_process)
+    monkeypatch.setattr(os, "_exit", exit_process)
     monkeypatch.setattr(monitor_thread, "_DRAIN_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
@@ -94,7 +93,7 @@ def make_rank(monkeypatch) -> Iterator[Callable[..., MonitoredRank]]:
 
     yield make
     for rank in made:
-        rank.monitor.release_in_child()  # Its thread was never started, and close() would wait for it.
+        rank.monitor.abandon()  # Its thread was never started, and close() would wait for it.
         rank.peer.close()
 
 
@@ -115,7 +114,7 @@ def test_a_rank_without_heartbeats_is_named_after_the_timeout(rank, capfd):
 def test_a_forked_child_leaves_the_connections_of_its_parent_watched(rank, capfd):
     child = os.fork()
     if child == 0:
-        rank.monitor.release_in_child()
+        rank.monitor.abandon()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     rank.send({"kind": "heartbeat", "position": Position(7, "training", 7)})
@@ -170,9 +169,10 @@ def test_a_stack_that_arrives_after_progress_ends_nothing(rank):
 
 def test_only_a_later_second_signal_ends_the_process_at_once(rank):
     def signalled() -> None:
-        rank.monitor._wake_writer.send(bytes([signal.SIGTERM]))
+        signal.raise_signal(signal.SIGTERM)
         rank.poll()
 
+    rank.monitor.catch_signals()
     signalled()
     assert rank.received() == ["propose"]
     rank.now += INTERVAL_S

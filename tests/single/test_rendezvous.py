@@ -14,6 +14,7 @@ from hvdtrain.distributed.rendezvous import Rendezvous
 def test_a_rendezvous_answers_when_there_is_an_answer(monkeypatch):
     monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 60.0)
     rendezvous = Rendezvous("127.0.0.1")
+    rendezvous.start()
     scope = f"http://127.0.0.1:{rendezvous.port}/global"
     answers = []
     asking = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(f"{scope}/1").read()))
@@ -31,17 +32,17 @@ def test_a_rendezvous_answers_when_there_is_an_answer(monkeypatch):
 
 
 def test_all_ranks_may_connect_at_once_to_a_rendezvous():
-    rendezvous = Rendezvous("127.0.0.1")
-    rendezvous._server.shutdown()  # It accepts none from now on: all have to wait in the queue.
+    rendezvous = Rendezvous("127.0.0.1")  # It accepts none yet: all have to wait in the queue.
     waiting = [socket.create_connection(("127.0.0.1", rendezvous.port), timeout=0.5) for _ in range(64)]
     assert len(waiting) == 64
     for each in waiting:
         each.close()
-    rendezvous._server.server_close()
+    rendezvous.close()
 
 
 def test_a_rendezvous_leaves_no_port():
     rendezvous = Rendezvous("127.0.0.1")
+    rendezvous.start()
     port = rendezvous.port
     rendezvous.close()
     with pytest.raises(ConnectionRefusedError):

@@ -78,7 +78,7 @@ def is_stuck_here() -> None:
 
 def wait_for_heartbeats(watch: JobWatch, collectives: FileCollectives, number: Callable[[int], int]) -> None:
     """Waits until all ranks have received the latest heartbeats of the ranks that they are connected to."""
-    peers = list(watch._monitor._peers.values())
+    peers = list(watch.monitor.peers.values())
     wait_until(lambda: all(peer.position.heartbeats == number(peer.rank) for peer in peers))
     collectives.barrier()
 

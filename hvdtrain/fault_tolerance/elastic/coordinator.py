@@ -64,7 +64,8 @@ class Coordinator:
         self._host = endpoint[0]
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._peers: list[Peer] = []
+        self.peers: list[Peer] = []
+        """The connected processes."""
         self._facts: Mapping[str, Any] | None = None
         self._rendezvous: Rendezvous | None = None
         self._vote: StopVote | None = None
@@ -83,11 +84,6 @@ class Coordinator:
         return int(self._listener.getsockname()[1])
 
     @property
-    def has_members(self) -> bool:
-        """Whether any process is connected."""
-        return bool(self._peers)
-
-    @property
     def generation(self) -> int:
         """The number of the current generation; 0 before the first."""
         return self._membership.generation
@@ -101,7 +97,7 @@ class Coordinator:
 
     def ask_to_leave(self, worker: int, reason: str) -> None:
         """Makes a process that was started with this worker number leave, as if it had been sent SIGTERM."""
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             if peer.member is not None and peer.worker == worker:
                 self._leave(peer, peer.member, reason)
 
@@ -114,7 +110,7 @@ class Coordinator:
                 self._accept(now)
             else:
                 self._receive(key.data, now)
-        for peer in [each for each in self._peers if each.connection.is_lost]:
+        for peer in [each for each in self.peers if each.connection.is_lost]:
             self._remove(peer, "its connection was lost: killed, or host down")
         self._check_timeouts(now)
         self._send_heartbeats(now)
@@ -122,7 +118,7 @@ class Coordinator:
 
     def close(self) -> None:
         """Disconnects everybody."""
-        for peer in self._peers:
+        for peer in self.peers:
             peer.connection.close()
         self._selector.close()
         self._listener.close()
@@ -135,7 +131,7 @@ class Coordinator:
         with contextlib.suppress(BlockingIOError):
             while True:
                 peer = Peer(Connection(self._listener.accept()[0]), now)
-                self._peers.append(peer)
+                self.peers.append(peer)
                 self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     def _receive(self, peer: Peer, now: float) -> None:
@@ -145,7 +141,7 @@ class Coordinator:
                 self._greet(peer, message)
             else:
                 self._handle(peer, peer.member, message, now)
-            if peer not in self._peers:
+            if peer not in self.peers:
                 return
 
     def _greet(self, peer: Peer, message: Message) -> None:
@@ -233,7 +229,7 @@ class Coordinator:
         self._progress_at = self._clock()  # The others could not make any, and now have to hold.
         if self._rendezvous is not None:
             self._rendezvous.fail()
-        for peer in self._peers:
+        for peer in self.peers:
             if peer.trains:
                 peer.connection.send({"kind": "cut", "generation": self._membership.generation})
 
@@ -250,7 +246,7 @@ class Coordinator:
             self._end(1)
             return
         self._say("a member was lost before the first step or after the last: all start again")
-        for each in self._peers:
+        for each in self.peers:
             if each.member is not None:
                 each.connection.send({"kind": "restart"})
                 each.member = None
@@ -258,7 +254,7 @@ class Coordinator:
         self._interrupt()
 
     def _check_timeouts(self, now: float) -> None:
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             if peer.member is None:
                 if now - peer.received_at > _HELLO_S:
                     self._disconnect(peer)
@@ -268,7 +264,7 @@ class Coordinator:
 
     def _check_progress(self, now: float) -> None:
         """Removes the members that the others wait for if no member makes progress."""
-        peers = [peer for peer in self._peers if peer.trains]
+        peers = [peer for peer in self.peers if peer.trains]
         timeout_s = max((peer.stall_timeout_s for peer in peers), default=0.0)
         if not timeout_s or now - self._progress_at <= timeout_s or self._membership.all_hold:
             return
@@ -335,6 +331,7 @@ class Coordinator:
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._rendezvous = Rendezvous(self._host)
+        self._rendezvous.start()
         generation = Generation(
             self._membership.generation,
             tuple(member.number for member in chosen),
@@ -347,14 +344,14 @@ class Coordinator:
         new = [member.number for member in chosen if member.number not in before]
         joined = f", {len(new)} of them new" if before and new else ""
         self._say(f"generation {generation.number}: {len(chosen)} rank(s){joined}")
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             if peer.member in leaving:
                 self._dismiss(peer)
             elif peer.member in chosen:
                 peer.connection.send({"kind": "begin", **generation.message()})
 
     def _send_training(self, message: Message) -> None:
-        for peer in self._peers:
+        for peer in self.peers:
             if peer.trains:
                 peer.connection.send(message)
 
@@ -363,7 +360,7 @@ class Coordinator:
     def _decide_exit_code(self) -> None:
         """A member has completed its work: the others have, or are about to."""
         self.exit_code = StoppedEarly.exit_code if self._stop_reason is not None else 0
-        for peer in self._peers:
+        for peer in self.peers:
             if peer.member is not None and not peer.member.trains:
                 peer.connection.send({"kind": "end", "code": self.exit_code})
 
@@ -371,7 +368,7 @@ class Coordinator:
         """Ends all members at once."""
         if self.exit_code is None:
             self.exit_code = code
-            for peer in self._peers:
+            for peer in self.peers:
                 peer.connection.send({"kind": "end", "code": code})
 
     def _dismiss(self, peer: Peer) -> None:
@@ -384,12 +381,12 @@ class Coordinator:
     def _disconnect(self, peer: Peer) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
-        self._peers.remove(peer)
+        self.peers.remove(peer)
 
     def _send_heartbeats(self, now: float) -> None:
         if now < self._heartbeat_at:
             return
         self._heartbeat_at = now + HEARTBEAT_S
-        for peer in self._peers:
+        for peer in self.peers:
             if peer.member is not None:
                 peer.connection.send({"kind": "heartbeat"})

@@ -4,11 +4,15 @@ import dataclasses
 from collections.abc import Callable
 
 from hvdtrain.distributed.elastic import ElasticCollectives
-from hvdtrain.fault_tolerance.elastic.member import CoordinatorLink, MembershipChange
+from hvdtrain.fault_tolerance.elastic.coordinator_link import CoordinatorLink
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 
 _MAX_ATTEMPTS = 20
 """How many generations may fail one after the other while a process connects to them."""
+
+
+class MembershipChange(Exception):  # noqa: N818
+    """The members of the job change: the current generation is over. Raised by hvdtrain for its training loop."""
 
 
 def is_over(error: Exception, coordinator: CoordinatorLink) -> bool:
