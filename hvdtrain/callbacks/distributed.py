@@ -30,8 +30,8 @@ def distributed(
     """Prepares callbacks for all ranks: ``model.fit(…, callbacks=hvdtrain.callbacks.distributed([…]))``.
 
     * Callbacks that decide (EarlyStopping, ReduceLROnPlateau, LearningRateScheduler, …, and your own) run on every rank
-      and receive the values over all ranks, ``val_…`` included, so that all ranks decide alike. If one of them stops
-      the training on any rank, it stops on all.
+      and receive the values over all ranks, ``val_…`` included, so that all ranks make the same decisions. If one of
+      them stops the training on any rank, it stops on all.
     * Callbacks that write (ModelCheckpoint, CSVLogger, TensorBoard, …, and your own with an attribute
       ``only_on_rank_zero = True``) and the progress bar run on rank 0 only.
     * At the end of an epoch and in its validation, the model has the statistics (BatchNormalization's) of all ranks.
@@ -125,7 +125,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         self._forward("on_epoch_end", epoch, logs)
         self._statistics.close()
         if self._compares_replicas:
-            # A train_step of the user's own may apply gradients that were not reduced.
+            # A user's own train_step may apply gradients that were not reduced.
             self._require_equal_replicas()
             self._compares_replicas = False
         self._agree_on_stopping()

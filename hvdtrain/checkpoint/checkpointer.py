@@ -45,9 +45,9 @@ class Checkpointer:
 
     Rank 0 writes a checkpoint in the background: to a temporary folder, synced to disk, read back and renamed, so
     that readers see a complete checkpoint or none. Saving blocks training until the previous write has finished, and
-    until rank 0 has received what belongs to other ranks alone, in bounded pieces: in local SGD their models and
-    optimizers, otherwise little. A write holds the variables' values at the save, which can take as much memory as
-    the model and its optimizer.
+    until rank 0 has received the per-rank state of the other ranks, in pieces of bounded size: their models and
+    optimizers in local SGD, otherwise little. A write can take as much additional memory as the model and its
+    optimizer.
 
     Args:
         directory: new, empty, or a folder of checkpoints; only rank 0 accesses it. Or the URL of one in an object
@@ -57,7 +57,7 @@ class Checkpointer:
         keep: the number of checkpoints to keep.
         facts: additional entries of the manifest; ``versions`` is always included.
         identity: what a resumed run must have in common with this one.
-        collectives: of the job's ranks (default: those of ``hvdtrain.init()``).
+        collectives: the collectives of the job's ranks (default: those of ``hvdtrain.init()``).
         after_save: called on rank 0 after each checkpoint, in the background; its error counts as a failure to write.
 
     Raises:
@@ -86,7 +86,8 @@ class Checkpointer:
         self._identity = dict(identity or {})
         self._collectives = collectives or runtime.current().collectives
         self._writer = BackgroundWriter(self._warn)
-        # Whether all checkpoints in the folder are of this run: rank 0 has restored one, or found or left none.
+        # Whether all checkpoints in the folder belong to this run: rank 0 has restored one, found none, or renamed the
+        # others.
         self._owns_all = False
         self._model_state = ModelState(model, self._collectives)
         self._selection = CheckpointSelection(self._folder, self._model_state)
@@ -103,8 +104,9 @@ class Checkpointer:
     ) -> None:
         """Saves a checkpoint. Collective: all ranks must call it, at the same step.
 
-        It becomes the latest: an earlier one of the same step is replaced, those of later steps are renamed. Without
-        :meth:`restore`, the folder's checkpoints are of another run, and the first save renames them all.
+        It becomes the latest checkpoint: an existing one of the same step is replaced, and those of later steps are
+        renamed. Unless :meth:`restore` was called, existing checkpoints are taken to be another run's, and the first
+        save renames them all.
 
         Args:
             state: additional state of rank 0: numbers, strings, arrays, and lists, tuples, sets and dicts of these.
@@ -165,15 +167,15 @@ class Checkpointer:
         the restored one are renamed, never deleted.
 
         Args:
-            resume: ``auto``: the latest, if there is one; ``must``: the latest; ``never``: none, and there
-                must be none; or the path of a checkpoint, or of a folder of checkpoints.
+            resume: ``auto``: the latest, if there is one; ``must``: the latest; ``never``: none, and the folder must
+                hold none; or the path of a checkpoint, or of a folder of checkpoints.
             identity: added to the constructor's ``identity``.
 
         Returns:
             The restored checkpoint; None if there is none.
 
         Raises:
-            JobError: on all ranks, with exit code 65, if there is no usable checkpoint, or it is of another run.
+            JobError: on all ranks, with exit code 65, if there is no usable checkpoint, or it belongs to another run.
         """
 
         with ExitStack() as stack:
@@ -242,7 +244,7 @@ class Checkpointer:
         return Restored(manifest["step"], Path(found), None, None, manifest)
 
     def take_over(self) -> None:
-        """Call it on a process that becomes rank 0 while a run trains: the checkpoints that it finds are the run's."""
+        """Continues the run's existing checkpoints: call it on a process that becomes rank 0 during training."""
         storage.recover(self._directory)
         self._owns_all = True
 

@@ -16,7 +16,7 @@ from hvdtrain.system.atomic_files import commit, remove, removed_on_failure
 
 
 class Draft:
-    """A checkpoint that is being written, of which readers see nothing before :meth:`commit`.
+    """A checkpoint that is being written, invisible to readers until :meth:`commit`.
 
     Raises:
         OSError: the folder cannot be written.
@@ -38,7 +38,7 @@ class Draft:
         """Writes the next bytes of the arrays that belong to one rank.
 
         Raises:
-            OSError: the file system refuses; nothing is left of the draft.
+            OSError: writing failed; the draft is deleted.
         """
         with removed_on_failure(self._folder):
             self._ranks.write(rank, piece)

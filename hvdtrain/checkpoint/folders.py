@@ -1,7 +1,7 @@
-"""Where checkpoints are kept: a folder of this host, or one of an object store with a local copy.
+"""Where checkpoints are kept: a folder of this host, or an object store with a local copy.
 
-An object store has no renames. There, a checkpoint is complete if its ``SHA256SUMS`` is: it is uploaded last and
-deleted first, and a single file is there completely or not at all.
+An object store has no renames. A checkpoint there is complete if it has ``SHA256SUMS``, which is uploaded last and
+deleted first; a single file is uploaded completely or not at all.
 """
 
 import json
@@ -26,7 +26,7 @@ from hvdtrain.system.json_files import object_in
 from hvdtrain.system.terminal import report
 
 WRITER = "writer.json"
-"""In a store, names the job that writes there: the last one that began."""
+"""The file in a store that names the job writing there: the last one that started."""
 
 _MAX_READS = 3
 
@@ -39,17 +39,17 @@ class LocalFolder:
         self.name = str(directory)
 
     def fetch(self) -> bool:
-        """Downloads what is needed to resume; returns whether checkpoints are here that the store lacks."""
+        """Downloads what is needed to resume; returns whether the local folder has checkpoints that the store lacks."""
         return True
 
     def claim(self) -> None:
-        """Makes this job the one that writes here."""
+        """Registers this job as the writer of this folder."""
 
     def publish(self, step: int, keep: int) -> None:
         """Uploads a checkpoint, and deletes all but the latest ones from the store."""
 
     def set_aside_later(self, step: int) -> None:
-        """Renames the checkpoints after a step."""
+        """Renames the checkpoints of later steps."""
         storage.set_aside_later(self.directory, step)
 
     def newest_step(self) -> int | None:
@@ -58,16 +58,16 @@ class LocalFolder:
         return step_of(found[-1]) if found else None
 
     def reading(self) -> AbstractContextManager[Path]:
-        """A folder with the latest intact checkpoint, in which nothing may be changed."""
+        """A folder with the latest intact checkpoint; read-only."""
         return nullcontext(self.directory)
 
     def named(self, path: str | Path) -> AbstractContextManager[Path]:
-        """A local path for that of a checkpoint, of a folder of checkpoints, or of a run."""
+        """The local path of a checkpoint, a folder of checkpoints, or a run."""
         return local_copy(path)
 
 
 class StoredFolder(LocalFolder):
-    """A folder of an object store. Checkpoints are written to a local folder, and copied when they are complete.
+    """A folder of an object store. Checkpoints are written to a local folder and uploaded when complete.
 
     Args:
         url: the folder.
@@ -78,15 +78,15 @@ class StoredFolder(LocalFolder):
         super().__init__(directory or local_path("runs", url))
         self._store = Store(url)
         self.name = self._store.url
-        # The latest checkpoint of both, even if the local one was deleted for later ones.
+        # Names the latest checkpoint that both had, even if the local one has been deleted since.
         self._note = self.directory.with_name(f".{self.directory.name}.stored")
         self._token: str | None = None
 
     def fetch(self) -> bool:
         """See :meth:`LocalFolder.fetch`. A damaged checkpoint is reported and the one before it is fetched.
 
-        The store decides which run this is. Unless the store's latest checkpoint was uploaded from, or downloaded to,
-        the local folder, that is of another state of the run, or of another run, and is moved aside.
+        The store decides which run this is: if its latest checkpoint was neither uploaded from nor downloaded to the
+        local folder, that folder belongs to another run, or to another state of this one, and is moved aside.
 
         Raises:
             DataError: all checkpoints in the store are damaged.
@@ -127,8 +127,8 @@ class StoredFolder(LocalFolder):
         """See :meth:`LocalFolder.publish`.
 
         Raises:
-            OSError: the store cannot be written, or another job has begun to write there. What was complete in the
-                store is so still, except for a checkpoint of this step.
+            OSError: the store cannot be written, or another job has begun to write there. Complete checkpoints in the
+                store stay complete, except one of this step.
         """
         self._require_ownership()
         listed = self._listed()
@@ -177,7 +177,7 @@ class StoredFolder(LocalFolder):
                 yield found
 
     def fetch_one(self, name: str) -> None:
-        """Downloads one checkpoint, unless it is here already.
+        """Downloads one checkpoint, unless the local folder has it.
 
         Raises:
             DataError: there is none, or it is damaged.
@@ -252,8 +252,8 @@ class StoredFolder(LocalFolder):
             self.claim()
         elif found.get("token") != self._token:
             raise StoreError(
-                f"another job writes to {self.name} since {found.get('since')}, on host {found.get('host')}; use "
-                f"another {option('run_dir', argument='folder')} for one of them"
+                f"another job has been writing to {self.name} since {found.get('since')}, on host {found.get('host')}; "
+                f"use another {option('run_dir', argument='folder')} for one of them"
             )
 
     def _upload(self, name: str, present: Mapping[str, Stat]) -> None:
@@ -291,7 +291,7 @@ class StoredFolder(LocalFolder):
 
 
 def open_folder(directory: str | Path) -> LocalFolder:
-    """The folder of checkpoints with a path or URL. Raises what :class:`~hvdtrain.stores.store.Store` raises."""
+    """The folder of checkpoints at a path or URL. Raises what :class:`~hvdtrain.stores.store.Store` raises."""
     return StoredFolder(str(directory)) if is_url(directory) else LocalFolder(Path(directory))
 
 
@@ -307,7 +307,7 @@ def newest_manifest(directory: str | Path) -> tuple[Path, dict[str, Any]] | None
 
 @contextmanager
 def local_copy(path: str | Path) -> Iterator[Path]:
-    """A local path for that of a checkpoint, of a folder of checkpoints, or of a run: a copy if it is a URL."""
+    """The local path of a checkpoint, a folder of checkpoints, or a run; of a downloaded copy if it is a URL."""
     if not is_url(path):
         yield Path(path)
         return

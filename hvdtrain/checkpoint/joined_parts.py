@@ -1,4 +1,4 @@
-"""The whole variables of a checkpoint of a sharded optimizer, of whose state each rank has saved its part."""
+"""Joins the variables of a sharded optimizer from the parts that the ranks have saved in a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,16 +9,16 @@ from hvdtrain.checkpoint.rank_file import RankFileReader
 from hvdtrain.distributed.shards import whole_of_arrays
 
 PARTS = "parts"
-"""The group of a rank's arrays, in the manifest, that are its parts of variables of the optimizer."""
+"""The manifest's group of a rank's arrays that are its parts of optimizer variables."""
 
 
 class JoinedParts(Mapping[str, np.ndarray]):
-    """The shared tensors of a checkpoint, and those that are joined from the parts of all ranks; read when needed.
+    """The shared tensors of a checkpoint, and those joined from the parts of all ranks; read on demand.
 
     Args:
         tensors: the shared tensors.
         ranks: the arrays of each rank.
-        manifest: the checkpoint's.
+        manifest: the checkpoint's manifest.
 
     Raises:
         LookupError, TypeError, ValueError: the manifest is not as hvdtrain writes it.

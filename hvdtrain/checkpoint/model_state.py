@@ -56,10 +56,9 @@ class Captured(NamedTuple):
 class ModelState:
     """Captures and restores the state of a compiled model and its optimizer.
 
-    Replicas have equal weights and optimizers, except in local SGD. Per rank are the states of seed generators,
-    the sums of metrics, weights that are not updated by gradients (the moving statistics of BatchNormalization),
-    which are averaged only for evaluation and in checkpoints, and the state of a sharded optimizer, of which each rank
-    saves its part.
+    Replicas have equal weights and optimizers, except in local SGD. Each rank has its own seed generator states, metric
+    sums, weights that gradients do not update (the moving statistics of BatchNormalization, averaged only for
+    evaluation and in checkpoints), and its part of the state of a sharded optimizer.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
@@ -198,7 +197,7 @@ class ModelState:
         return dict(zip(saved, here, strict=True))
 
     def own_variables(self, description: Mapping[str, Any]) -> dict[str, Assignable]:
-        """Returns what holds the values that belong to single ranks, by their names in the checkpoint."""
+        """Returns the variables that hold per-rank values, by their names in the checkpoint."""
         return {**self._own_variables(description), **self._kept_by_compression(description)}
 
     def _own_variables(self, description: Mapping[str, Any]) -> dict[str, keras.Variable]:
@@ -238,7 +237,7 @@ class ModelState:
     def _restore_compression(
         self, description: Mapping[str, Any], read: Callable[[int, str], np.ndarray] | None
     ) -> None:
-        """Divides the errors of all ranks equally among those of now, so that nothing is lost."""
+        """Divides the errors of all ranks equally among the current ranks, so that nothing is lost."""
         slots = self._kept_by_compression(description)
         before, now = description["ranks"], self._collectives.size
         for name, shape, dtype in description["own"].get("compression", []):
@@ -301,7 +300,7 @@ def _description(variables: Mapping[str, keras.Variable]) -> list[list[Any]]:
 
 
 def _whole_description(variables: Mapping[str, keras.Variable]) -> list[list[Any]]:
-    """Of variables of which a rank may hold a part; the description is the same without sharding."""
+    """Describes variables of which a rank may hold a part; the description is the same without sharding."""
     return [[name, list(whole_shape(variable)), variable.dtype] for name, variable in variables.items()]
 
 

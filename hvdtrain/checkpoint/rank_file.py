@@ -1,7 +1,7 @@
-"""The state that belongs to single ranks, in one file that is written and read in pieces.
+"""Per-rank state in one file, which is written and read in pieces.
 
 The format is that of safetensors (https://github.com/huggingface/safetensors): the length of the header, the header in
-JSON, and the bytes of all tensors. Those of rank R are called ``rankR/…`` and follow each other.
+JSON, and the bytes of all tensors. Rank R's tensors are named ``rankR/…`` and stored contiguously.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class RankFileWriter:
     """Writes a file, each rank's bytes in order.
 
     Args:
-        specs: those of each rank's arrays.
+        specs: the specs of each rank's arrays.
     """
 
     def __init__(self, path: Path, specs: Sequence[Sequence[Spec]]):
@@ -72,7 +72,7 @@ class RankFileReader:
     """Reads a file.
 
     Raises:
-        OSError, ValueError, LookupError, TypeError, AttributeError: it is not one.
+        OSError, ValueError, LookupError, TypeError, AttributeError: it is not such a file.
     """
 
     def __init__(self, path: Path, ranks: int):

@@ -1,4 +1,4 @@
-"""Collects what belongs to single ranks on rank 0, which writes it, and returns it to them."""
+"""Gathers per-rank state on rank 0, which writes it to a checkpoint, and scatters it when a run resumes."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +85,7 @@ def scatter(
 
     Args:
         file, values: on rank 0: where the arrays are, and each rank's value, with arrays split off.
-        variables: those whose arrays are assigned to them, by the names of these.
+        variables: by array name, the variables that arrays are assigned to; other arrays are part of the value.
 
     Returns:
         This rank's value.
@@ -112,7 +112,7 @@ def broadcast_arrays(
 
     Args:
         arrays: used on rank 0 only.
-        specs: those of the arrays, on every rank.
+        specs: the specs of the arrays; needed on every rank.
     """
     received: dict[str, np.ndarray] = {}
     readers = [ArrayReader(list(arrays.values())) for _ in range(collectives.size)] if collectives.rank == 0 else []

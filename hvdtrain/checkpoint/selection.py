@@ -21,7 +21,7 @@ class CheckpointSelection:
 
     Args:
         folder: the checkpoints of this run.
-        model_state: that of the model that a checkpoint must fit.
+        model_state: the state of the model, which a checkpoint must fit.
     """
 
     def __init__(self, folder: LocalFolder, model_state: ModelState):
@@ -38,7 +38,7 @@ class CheckpointSelection:
             stack: keeps a downloaded checkpoint until it has been read.
 
         Raises:
-            DataError: there is no usable checkpoint, or it is of another run.
+            DataError: there is no usable checkpoint, or it belongs to another run.
             OSError: the folder cannot be read or written.
         """
         storage.require_ours(self._directory)

@@ -169,9 +169,9 @@ class Content(NamedTuple):
     path: Path
     manifest: dict[str, Any]
     tensors: Mapping[str, np.ndarray]
-    """What all ranks have in common, or its average over ranks, or what is joined from their parts."""
+    """State that all ranks have in common, its average over ranks, or tensors joined from their parts."""
     ranks: RankFileReader
-    """What belongs to single ranks."""
+    """Per-rank state."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class MalformedError(Exception):
-    """The files of a checkpoint are as they were written, but not by hvdtrain; the message is the cause."""
+    """The files of a checkpoint are intact, but hvdtrain did not write them; the message is the cause."""
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def refusing_malformed(name: str) -> Iterator[None]:
 
 
 def replaced_path(folder: Path) -> Path:
-    """The temporary path of a checkpoint that is being replaced by another one of its step."""
+    """The temporary path of a checkpoint that is being replaced by a new one of the same step."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -219,7 +219,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def set_aside_later(directory: Path, step: int) -> None:
-    """Renames the checkpoints after a step: the run that continues from this step makes them again."""
+    """Renames the checkpoints of later steps: the run that resumes from this step writes them again."""
     for later in checkpoints_in(directory):
         if step_of(later) > step:
             renamed = set_aside(later)

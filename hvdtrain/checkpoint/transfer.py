@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.distributed.collectives import Collectives
 
 PIECE_BYTES = 32 << 20
-"""How much rank 0 sends or receives at a time, to and from all ranks together."""
+"""The most bytes that rank 0 exchanges with all ranks together at a time."""
 
 Spec: TypeAlias = tuple[str, list[int], str]
 """Name, shape and dtype of an array."""

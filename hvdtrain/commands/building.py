@@ -1,4 +1,4 @@
-"""From a configuration to a task, its data, and a compiled model."""
+"""Builds a task, its data and a compiled model from a configuration."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,7 +59,7 @@ def local_data_dir(config: TaskConfig, collectives: Collectives) -> Path | None:
 
 
 def read_task(config: TaskConfig, data_dir: Path | None) -> tuple[Task, Data]:
-    """The task of a configuration, and its data; raises what these raise."""
+    """The task of a configuration, and its data; exceptions of the task propagate."""
     task = load_task(config.task)
     return task, task.read_data(data_dir)
 

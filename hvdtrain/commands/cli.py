@@ -90,7 +90,7 @@ def elastic(
         Path | None, Parameter(help="The same, one host per line: a slots=4. Changes are followed while the job runs.")
     ] = None,
     address: Annotated[
-        str, Parameter(help="Address of this host for processes on others (default: on the way to the first of them).")
+        str, Parameter(help="Address at which other hosts reach this one (default: on the route to the first one).")
     ] = "",
     port: Annotated[int, Parameter(help="Port to listen on; 0: any.")] = 0,
     env: Annotated[
@@ -198,7 +198,7 @@ def _read(command: str | None, arguments: Sequence[str]) -> tuple[inspect.BoundA
 
 
 def usage_of(command: str) -> str:
-    """The command line of a command, in short."""
+    """A command's usage line."""
     return f"python -m hvdtrain {command} {_USAGE.get(command, '[OPTIONS]')}".rstrip()
 
 

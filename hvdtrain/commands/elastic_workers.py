@@ -1,4 +1,4 @@
-"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when again."""
+"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when they are restarted."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ _FINAL_CODES = tuple(
 _FIRST_SIGNAL, _UNREACHABLE = 128, 255
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _LONG_RUN_S = 300.0
-"""A process that has lived for so long is started again after the first pause."""
+"""A process that has run for this long is restarted after the first pause."""
 _READ_S = 2.0
 _START_TIMEOUT_S = 30.0
 
@@ -62,7 +62,7 @@ class HostList:
         return sum(host.slots for host in self.hosts)
 
     def has_changed(self, now: float, say: Callable[[str], None]) -> bool:
-        """Reads the file again if it is due; returns whether the hosts are others than before."""
+        """Reads the file again if it is due; returns whether the hosts have changed."""
         if self._file is None or now < self._read_at:
             return False
         self._read_at = now + _READ_S
@@ -80,7 +80,7 @@ class HostList:
 
 
 class Worker:
-    """A process of the job, started again when it dies.
+    """A process of the job, restarted when it dies.
 
     Args:
         number: tells the coordinator which process has connected.
@@ -96,7 +96,7 @@ class Worker:
         self._start_at = self._started_at = 0.0
         self.num_restarts = 0
         self.is_last = False
-        """Whether it is not started again."""
+        """Whether it will not be restarted."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -110,7 +110,7 @@ class Worker:
         if self.host is not None:
             self._process = start_remote(self.host, self._command, self._env)
         else:
-            # Its own session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
+            # In a separate session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
             self._process = subprocess.Popen(
                 self._command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -131,7 +131,7 @@ class Worker:
         return pause_s
 
     def kill(self) -> None:
-        """Kills the process and those that it has started; on another host, the process."""
+        """Kills the process and its descendants; on another host, only the process."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -198,8 +198,8 @@ class Workers:
         """Starts the workers that are due.
 
         Args:
-            has_trained: whether the job has had a generation. Before, a worker that fails is not started again: what
-                it fails of is likely to be the same in its next start. One that is killed is, three times.
+            has_trained: whether the job has had a generation. Before that, a worker that fails is not restarted,
+                because it would probably fail again; one that is killed is restarted up to three times.
 
         Returns:
             The exit code of the job if a worker's failure decides it.

@@ -58,10 +58,10 @@ class RunDirectory(Protocol):
         """Adds the loggers that the configuration names, and the task's own reporters."""
 
     def claim(self, resume: str) -> None:
-        """Makes the folder this job's own."""
+        """Claims the folder for this job."""
 
     def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-        """Configuration and summary of the run that has ended here; None: there is none."""
+        """Configuration and summary of a completed run in this folder; None if there is none."""
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration."""
@@ -70,10 +70,10 @@ class RunDirectory(Protocol):
         """Writes the model and the summary."""
 
     def publish(self) -> None:
-        """Uploads what has changed, but for checkpoints, if it is in an object store; raises OSError if it cannot."""
+        """Uploads changed files other than checkpoints, if the run is in an object store; raises OSError on failure."""
 
     def publish_logs(self) -> None:
-        """Uploads what was logged since; prints a message if it cannot."""
+        """Uploads new log lines; prints a message on failure."""
 
 
 class NoRunDirectory:
@@ -112,7 +112,7 @@ class NoRunDirectory:
 class OwnedRunDirectory:
     """A folder with the run's configuration, metrics, TensorBoard files, checkpoints, model and summary.
 
-    For a URL, it is a local one, which is copied to the object store.
+    For a URL, files are written to a local folder and copied to the object store.
     """
 
     writes = True
@@ -188,14 +188,14 @@ class OwnedRunDirectory:
             return read_object(self.path / _CONFIG), summary
         except (OSError, ValueError) as error:
             # The last checkpoint has all that is needed to write both files again.
-            report(0, f"{self.path / name} cannot be read ({error}): the run is taken for incomplete.")
+            report(0, f"{self.path / name} cannot be read ({error}); treating the run as incomplete.")
             return None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Raises DataError if the file system refuses."""
         self._config = config
         try:
-            # The summary of an earlier, shorter run would from now on describe weights that are not the folder's.
+            # The summary of an earlier, shorter run would no longer describe the weights in the folder.
             remove(self.path / _SUMMARY)
             if self._store is not None:
                 self._store.delete(_SUMMARY)
@@ -245,12 +245,12 @@ def _write_object(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _is_left_by_start(path: Path) -> bool:
-    """Whether a path is what a start that failed before ``config.json`` was written leaves in a folder."""
+    """Whether a path was left by a start that failed before ``config.json`` was written."""
     return path.name == _LOCK or is_temporary(path)
 
 
 def _locked(path: Path) -> TextIO:
-    """Holds a lock for the life of this process, so that no two jobs write to one folder.
+    """Locks the folder until this process ends, so that no two jobs write to it.
 
     A job that was killed may take a moment to end.
     """

@@ -21,7 +21,7 @@ class RunFiles:
     """The files of a run in a folder. Only rank 0 calls the methods, as with :class:`StoredRunFiles`."""
 
     has_owner = True
-    """Whether the file system knows whom the files belong to."""
+    """Whether the file system knows the owner of the files."""
 
     def __init__(self, run_dir: str | Path):
         self.name = str(run_dir)
@@ -32,7 +32,7 @@ class RunFiles:
         return Path(self.name) / name
 
     def upload(self, name: str) -> None:
-        """Uploads a file that was changed at :meth:`path_of`; prints a message if it cannot."""
+        """Uploads a file that was changed at :meth:`path_of`; prints a message on failure."""
 
 
 class StoredRunFiles(RunFiles):
@@ -68,7 +68,7 @@ class StoredRunFiles(RunFiles):
 
 @contextmanager
 def open_run_files(run_dir: str | Path) -> Iterator[RunFiles]:
-    """The files of the run with a path or URL; what was downloaded is deleted at the end.
+    """The files of the run at a path or URL; downloads are deleted at the end.
 
     Raises:
         UsageError: the packages for the URL are not installed.

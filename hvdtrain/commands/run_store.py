@@ -14,7 +14,7 @@ from hvdtrain.stores.urls import join
 from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success
 from hvdtrain.system.terminal import report
 
-# Large, and made again at the end of a run.
+# Large, and written again at the end of a run.
 _NOT_FETCHED = ("model.keras",)
 _CONFIG = "config.json"
 _WRITER = f"{CHECKPOINTS}/{WRITER}"
@@ -26,9 +26,9 @@ class RunStore:
     """A run in an object store, for the job that writes it. Only rank 0 has one.
 
     Args:
-        url: of the run.
+        url: the URL of the run.
         path: its local copy.
-        but: names of files that belong to the local folder alone.
+        but: names of files that exist only in the local folder.
     """
 
     def __init__(self, url: str, path: Path, *, but: Sequence[str] = ()):
@@ -41,13 +41,13 @@ class RunStore:
         self._writer: bytes | None = None
 
     def fetch(self) -> None:
-        """Makes the local folder continue what the store holds.
+        """Updates the local folder from the store.
 
-        The store's files replace those in the local folder, unless that has later checkpoints, which a job saved that
-        could not upload them.
+        The store's files replace those in the local folder, unless it has later checkpoints, saved by a job that could
+        not upload them.
 
         Raises:
-            DataError: the store holds something else there, or damaged checkpoints only.
+            DataError: the store holds something else there, or only damaged checkpoints.
             OSError: the store cannot be read, or the local folder not be written.
         """
         found = self._store.files()
@@ -78,7 +78,7 @@ class RunStore:
         """Uploads the files that have changed.
 
         Args:
-            last: the file that says that the others are complete.
+            last: the file to upload last, which marks the others as complete.
 
         Raises:
             OSError: the store cannot be written.

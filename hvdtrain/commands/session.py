@@ -101,7 +101,7 @@ def run_on_ranks(
         note_exit_code(exit_code_of(error))
         end_job(error, runtime.collectives(), step(), job_watch)
     except SystemExit as end:
-        # Of the task's code: this rank would end, perhaps with exit code 0, and the others wait for it.
+        # Raised by the task's code: this rank would end, perhaps with exit code 0, while the others wait for it.
         stopped = HvdtrainError(f"a task must not end the process. Received: sys.exit({end.code!r}). Raise an error.")
         note_exit_code(exit_code_of(stopped))
         end_job(stopped.with_traceback(end.__traceback__), runtime.collectives(), step(), job_watch)

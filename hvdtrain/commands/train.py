@@ -1,4 +1,4 @@
-"""``python -m hvdtrain train``: from a configuration to task, model, trainer and run directory, in this order."""
+"""``python -m hvdtrain train``: makes task, model, trainer and run directory from a configuration, and trains."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -164,7 +164,7 @@ class Run:
             rescale_learning_rate(model, scaling, ranks_before=ranks_before, ranks=ranks)
 
     def _take_over_if_first(self, trainer: Trainer) -> None:
-        """Continues what the rank 0 of before has written, if this process is rank 0 now."""
+        """Continues the files of the previous rank 0, if this process is rank 0 now."""
         if self._session.collectives.rank != 0 or self.directory.writes:
             return
         config = self._config
@@ -176,7 +176,8 @@ class Run:
 
 
 def _for_changing_ranks(config: RunConfig, start_size: int) -> RunConfig:
-    """The configuration of a job whose number of ranks changes; its global batch does not, without --rescale."""
+    """The configuration of a job whose number of ranks may change; without --rescale, the global batch stays the
+    same."""
     exclusions.require_compatible({**facts_of(config), **exclusions.facts_from(exclusions.ELASTIC)})
     if config.run_dir is not None and is_url(config.run_dir):
         raise UsageError(
@@ -205,7 +206,7 @@ def _is_complete(config: RunConfig, run_directory: RunDirectory, trainer: Traine
     if finished is None or config.training.checkpoint.resume not in RESUME:
         return False
     training, made = config.training, finished[1]
-    # With --rescale, the ranks that there were decided how many steps the epochs had.
+    # With --rescale, the number of steps in an epoch depended on the number of ranks.
     by_epochs = training.rescale and training.epochs is not None
     if made["epochs"] < training.epochs if by_epochs else made["steps"] < trainer.total_steps:
         return False

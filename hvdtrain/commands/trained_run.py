@@ -62,7 +62,7 @@ def open_run(files: RunFiles, task_name: str, data_dir: str | None, collectives:
         data_dir: where the task's data are now; None: where they were.
 
     Raises:
-        JobError: on every rank: the folder holds no run, or another user's whose task was not named, or the task's
+        JobError: on every rank: the folder holds no run, or another user's run whose task was not named, or the task's
             data are missing.
     """
     values = on_first_rank(lambda: _read_config(files, task_name), collectives)
@@ -99,7 +99,7 @@ def _read_config(files: RunFiles, task_name: str) -> dict[str, Any]:
 
 
 def _require_trusted(files: RunFiles, source: Path, task: object) -> None:
-    """Raises DataError if a task would be run that another user has chosen."""
+    """Raises DataError if the task to run was chosen by another user."""
     if not files.has_owner:
         owner, where = "may belong to another user", files.name
     elif source.stat().st_uid != os.geteuid():

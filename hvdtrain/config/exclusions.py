@@ -1,7 +1,7 @@
 """What excludes what: facts about a job, and the rules about pairs of them, each worded once.
 
 A rule is checked as soon as its facts are known: those about options when a configuration that has them is made, others
-when the model, the data and the ranks are there. ``docs/combinations.md`` is written from :data:`RULES`.
+when model, data and ranks are known. ``docs/combinations.md`` is written from :data:`RULES`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from hvdtrain.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option that is set, to one value or to any but its default."""
+    """An option that is set to one value, or to any value but its default."""
 
     name: str
     value: Any = ANY
@@ -28,7 +28,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """What is known of a job besides its options."""
+    """A property of a job that is not an option."""
 
     text: str
 
@@ -100,7 +100,7 @@ SWAPPED_EMA = Condition("the callback SwapEMAWeights")
 
 @dataclasses.dataclass(frozen=True)
 class Excludes:
-    """Facts that do not go together."""
+    """Facts that exclude each other."""
 
     facts: tuple[Fact, ...]
     why: str
@@ -121,7 +121,7 @@ class Excludes:
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """An option that has a meaning only together with others."""
+    """An option that only has an effect together with another."""
 
     option: Option
     other: Option
@@ -155,7 +155,7 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(
         LOCAL,
         ACCUMULATION,
-        why="accumulation saves reductions, of which local SGD makes few",
+        why="accumulation saves reductions, and local SGD makes few of them anyway",
         instead="use larger batches",
     ),
     *_excludes(LOCAL, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why=_EVERY_STEP),
@@ -200,7 +200,7 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(
         QUORUM,
         STREAM,
-        why="the rest of an epoch is divided again, by the numbers of its samples",
+        why="the rest of an epoch is redistributed by sample number",
         instead="use arrays, TFRecords or hvdtrain.data.RandomAccess",
     ),
     *_excludes(QUORUM, EAGER_MODEL, why="both halves of a step are compiled"),
@@ -211,10 +211,10 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(RESCALE, LOCAL, why="in local SGD, ranks have made different numbers of steps"),
     *_excludes(RESCALE, QUORUM, why="with a quorum, each rank reads ahead in its own part of the epoch"),
     *_excludes(RESCALE, DROPPED_REMAINDER, why="the rest of an epoch may be less than a step"),
-    *_excludes(RESCALE, STREAM, why="a dataset yields batches from its beginning only"),
-    *_excludes(RESCALE, LR_DECAY, why="the decay is laid out for a number of steps, which changes"),
+    *_excludes(RESCALE, STREAM, why="a dataset can only be read from its beginning"),
+    *_excludes(RESCALE, LR_DECAY, why="the decay depends on the number of steps, which changes"),
     Excludes((RESCALE, LR_SCALING, WARMUP_STEPS), "the warm-up fixes the learning rate that scaling changes"),
-    *_excludes(GLOBAL_BATCH_SIZE, LR_SCALING, why="the batch of all ranks stays, and so does its learning rate"),
+    *_excludes(GLOBAL_BATCH_SIZE, LR_SCALING, why="the global batch stays the same, and so does its learning rate"),
     # XLA.
     *_excludes(
         JIT_COMPILE, SYNC_BATCHNORM, SYNCHRONIZED_LAYERS, why="XLA cannot compile the communication in the forward pass"
@@ -242,7 +242,7 @@ RULES: Sequence[Excludes | Needs] = (
     ),
     # Optimizer and learning rate.
     *_excludes(SKIPPED_STEPS, SEVERAL_OPTIMIZERS, why="each optimizer decides about its own variables"),
-    *_excludes(CLIP_NORM, CLIP_VALUE, why="Keras clips in one way"),
+    *_excludes(CLIP_NORM, CLIP_VALUE, why="Keras applies one kind of clipping"),
     *_excludes(LR_DECAY_STEPS, LR_DECAY_EPOCHS, why="both say when the learning rate decays"),
     Needs(EMA_RAMP, EMA),
     # Elastic jobs.
@@ -285,7 +285,7 @@ OPTIONS = [fact for fact in dict.fromkeys(f for rule in RULES for f in rule.fact
 
 
 def option_facts(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[Fact, str]:
-    """The facts that hold of options, by their flat names, each with what was received."""
+    """The facts that hold for options, given by flat name, each with the value received."""
     return {
         fact: option(fact.name, values[fact.name])
         for fact in OPTIONS
@@ -320,7 +320,7 @@ def refusal_of(facts: Mapping[Fact, str]) -> str:
 
 
 def require_compatible(facts: Mapping[Fact, str], known: Iterable[str] | None = None) -> None:
-    """Refuses what does not go together; see :func:`first_broken`.
+    """Refuses facts that exclude each other; see :func:`first_broken`.
 
     Raises:
         UsageError: two facts exclude each other.

@@ -1,7 +1,7 @@
 """What the configuration classes share: choices that are checked, rules, and options by their flat names.
 
-A configuration nests the configurations of the parts it is handed to. The name of an option is unique in all of
-them, so that it needs no prefix as a flag (``--sync-every``), in a task's defaults and in ``config.json``.
+A configuration nests the configurations of the parts it is passed to. An option's name is unique among all of them, so
+that it needs no prefix as a flag (``--sync-every``), in a task's defaults and in ``config.json``.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def one_of(choices: tuple[Any, ...]) -> str:
 
 
 def did_you_mean(received: str, choices: Iterable[str]) -> str:
-    """`` Did you mean NAME?`` with the choice that is most like what was received; empty if none is."""
+    """`` Did you mean NAME?`` with the closest choice; empty if none is close."""
     closest = difflib.get_close_matches(received[:_MAX_SHOWN], list(choices), n=1)
     return f" Did you mean {closest[0]}?" if closest else ""
 
@@ -161,14 +161,14 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def facts_of(*configs: Config) -> dict[Fact, str]:
-    """The facts that hold of the options of configurations, each with what was received."""
+    """The facts that hold for the options of configurations, each with the value received."""
     values = {name: value for config in configs for name, value in _values(config).items()}
     defaults = {field.name: field.default for config in configs for _, field in _fields(type(config), every=True)}
     return exclusions.option_facts(values, defaults)
 
 
 def _values(config: Config) -> dict[str, Any]:
-    """The values of all fields by their flat names, also of those that are no options of a run."""
+    """The values of all fields by their flat names, including fields that are not options of a run."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -205,7 +205,7 @@ def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
 
 
 def _fields(kind: type[Config], *, every: bool = False) -> Iterator[tuple[type[Config], "dataclasses.Field[Any]"]]:
-    """The fields of a configuration and those in it; with ``every``, also those that are no options of a run."""
+    """The fields of a configuration and of nested ones; with ``every``, also those that are not options of a run."""
     hints = get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]

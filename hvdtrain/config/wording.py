@@ -30,7 +30,7 @@ def option(name: str, value: Any = ANY, *, argument: str | None = None) -> str:
     """An option, with a value or without: ``--mode local`` or ``mode='local'``; ``--overlap`` or ``overlap=True``.
 
     Args:
-        argument: its name in Python, if that is another one.
+        argument: its name in Python, if that differs.
     """
     if not _names_flags:
         name = argument or name

@@ -9,7 +9,7 @@ _BATCHES_AHEAD = 2
 
 
 def prefetch_to(device: str, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """A dataset with the same elements in the same order, whose iterator yields tensors of a device.
+    """A dataset with the same elements in the same order, whose iterator yields tensors on a device.
 
     Args:
         device: ``/GPU:0``.

@@ -27,8 +27,9 @@ _CONNECTIONS = 8
 def fetch(url: str | Path) -> Path:
     """Downloads a file or a folder of an object store, once per host, and returns the path of the local copy.
 
-    Collective: all ranks must call it, after ``hvdtrain.init()``. Files that are here already are not downloaded again
-    unless their size, etag or modification time in the store has changed. A path that is no URL is returned as it is.
+    Collective: all ranks must call it, after ``hvdtrain.init()``. Files that were downloaded before are not downloaded
+    again unless their size, etag or modification time in the store has changed. A path that is not a URL is returned
+    unchanged.
 
     Raises:
         JobError: on every rank, if one cannot download it, or it does not exist.
@@ -64,13 +65,13 @@ def local_copies(paths: Sequence[str | Path], collectives: "Collectives") -> lis
 
 
 def cache_folder_of(path: str | Path) -> Path:
-    """Where what is derived from a data file is cached: beside the local copies of an object store for one of them."""
+    """The cache folder for what is derived from a data file: beside the local copies if it was downloaded."""
     stores = environment.store_cache_dir()
     return stores if Path(path).absolute().is_relative_to(stores.absolute()) else environment.cache_dir()
 
 
 def _download(url: str) -> None:
-    """Makes the local copy of a URL the same as the store's content: downloads what differs, deletes what is gone."""
+    """Synchronizes the local copy of a URL with the store: downloads what differs, deletes what is gone."""
     place, names = _found(url)
     if not names:
         raise DataError(f"there must be data. Received: {url}, which is neither a file nor a folder with files")
@@ -95,7 +96,7 @@ def _download(url: str) -> None:
 
 
 def _found(url: str) -> tuple[str, Mapping[str, Stat]]:
-    """The URL of a folder, and the files of it that a URL stands for."""
+    """The URL of a folder, and the files in it that a URL matches."""
     parts_of(url)
     parent, _, name = url.rstrip("/").rpartition("/")
     files = Store(url).files()
@@ -108,7 +109,7 @@ def _found(url: str) -> tuple[str, Mapping[str, Stat]]:
 
 
 def _split_pattern(url: str) -> tuple[str, str]:
-    """The folder of a pattern, and the pattern in it."""
+    """Splits a pattern into its folder and the pattern inside it."""
     scheme, _, rest = url.partition("://")
     parts = rest.strip("/").split("/")
     fixed = list(itertools.takewhile(lambda part: not glob.has_magic(part), parts))
@@ -116,7 +117,7 @@ def _split_pattern(url: str) -> tuple[str, str]:
 
 
 def _own(url: str, target: Path) -> set[Path]:
-    """The local files that a URL stands for, some of which may no longer be in the store."""
+    """The local files that a URL matches, some of which may no longer be in the store."""
     if glob.has_magic(url) and not local_path(_DATA, url).exists():
         return {each for each in target.glob(_split_pattern(url)[1]) if each.is_file()}
     if local_path(_DATA, url) != target:
@@ -145,7 +146,7 @@ def _download_file(store: Store, name: str, stat: Stat) -> None:
 
 
 def _downloaded(url: str) -> str | Path:
-    """The local path or pattern of a URL that this rank, or another one of its host, has downloaded."""
+    """The local path or pattern of a URL that this rank, or another one on its host, has downloaded."""
     path = local_path(_DATA, url)
     if path.exists():
         return path

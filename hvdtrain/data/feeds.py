@@ -19,7 +19,7 @@ class TrainingFeed:
     """This rank's micro-batches, for an unlimited number of epochs.
 
     Args:
-        device: to which batches are copied ahead of their steps; None: each step copies its own.
+        device: the device to which batches are copied ahead of their steps; None: each step copies its own.
     """
 
     def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
@@ -35,7 +35,7 @@ class TrainingFeed:
         return training_dataset(self._source, self.plan).element_spec
 
     def start(self, micro_batch: int) -> None:
-        """Makes the iterator yield from this rank's given micro-batch on, counted across epochs.
+        """Positions the iterator at a micro-batch of this rank, counted across epochs.
 
         The iterator stays the same object once it exists, so that a compiled step that reads it is not traced again.
         """
@@ -49,14 +49,14 @@ class TrainingFeed:
                 dataset=tf.data.experimental.to_variant(dataset),
                 iterator=tensorflow_internals.ITERATOR_RESOURCE.of(self.iterator),
             )
-        # Its Python functions live as long as it does.
+        # Keeps the dataset's Python functions alive.
         self._dataset = dataset
 
     def _prefetched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset if self._device is None else prefetch_to(self._device, dataset)
 
     def set_rank_batch_sizes(self, sizes: tuple[int, ...]) -> None:
-        """Assigns the samples of a global batch to ranks in another way, from the next :meth:`start` on."""
+        """Changes how the samples of a global batch are assigned to ranks, from the next :meth:`start` on."""
         self.plan = dataclasses.replace(self.plan, rank_batch_sizes=sizes)
 
     def resume_after(self, error: Exception, micro_batch: int) -> None:
@@ -76,7 +76,7 @@ class EvaluationFeed:
     """This rank's share of the evaluation samples; the shares of all ranks cover each sample once.
 
     Args:
-        ranks: those that evaluate together; they may be others at each :meth:`restart`.
+        ranks: the ranks that evaluate together; they may change before each :meth:`restart`.
     """
 
     def __init__(self, source: Source, batch_size: int, ranks: Collectives, quota: BadSampleQuota):

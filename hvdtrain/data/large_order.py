@@ -1,9 +1,9 @@
-"""A random order of any number of samples that is computed where it is read, instead of held in memory.
+"""A random order of any number of samples that is computed on access instead of held in memory.
 
 A Feistel network permutes the numbers of ``2 * bits`` binary digits: each round replaces one half by the other one,
 changed by a keyed hash of the first. Numbers outside the range are permuted again until they are inside ("cycle
-walking"); as the network permutes at most four times as many numbers as there are samples, that takes four attempts on
-average at most. See Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
+walking"); as the network permutes at most four times as many numbers as there are samples, that takes at most four
+attempts on average. See Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
 """
 
 import numpy as np

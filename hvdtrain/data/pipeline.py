@@ -115,7 +115,7 @@ def _micro_batches_of_epochs(plan: SamplePlan, first_micro_batch: int, excluded:
 
 
 def _computed_micro_batches(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-    """The same, of very many samples: each micro-batch is computed when it is read, from its number alone."""
+    """The same for very many samples: each micro-batch is computed from its number when it is read."""
 
     def draw(micro_batch: np.int64) -> tuple[np.int32, np.ndarray, np.float64]:
         numbers, weight = plan.draw(int(micro_batch), excluded)

@@ -1,7 +1,7 @@
 """The files of a data set, found by rank 0, and checked by all ranks to be the same and unchanged.
 
-A file system that thousands of ranks share answers some 10,000 questions about files a second: in large jobs, ranks
-share the list of files and divide the checks.
+A file system that thousands of ranks share handles some 10,000 metadata requests per second: in large jobs, ranks share
+the list of files and divide the checks.
 """
 
 import contextlib
@@ -136,7 +136,7 @@ def _files_in(paths: Iterable[str]) -> dict[str, os.stat_result]:
 
 
 def _packed(names: Sequence[str], statuses: dict[str, os.stat_result], cache_folder: Path) -> set[str]:
-    """Those that are GZIP files; of very many, this is remembered, so that a job need not open each of them."""
+    """The GZIP files among them; for very many files this is cached, so that a job need not open each of them."""
     if len(names) < _MANY_FILES:
         return {name for name in names if _is_packed(name)}
     states = [(os.path.abspath(name), statuses[name].st_size, statuses[name].st_mtime_ns) for name in names]
@@ -163,7 +163,7 @@ def _file(name: str, status: os.stat_result, packed: bool, cache_folder: Path) -
 
 
 def _as_found_here(files: Sequence[RecordFile], cache_dir: str | Path | None) -> list[RecordFile]:
-    """What rank 0 found, as another rank would find it: hosts have cache folders of their own."""
+    """Rank 0's files as another rank finds them: each host has its own cache folder."""
     names = [os.path.dirname(file.name) for file in files]
     folders = {name: _cache_folder(Path(name), cache_dir) for name in {*names}}
     return [

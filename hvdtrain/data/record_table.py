@@ -1,4 +1,5 @@
-"""Where each record of a data set is: in memory, or for very many records in a file that the ranks of a host share."""
+"""The location of each record of a data set: in memory, or for very many records in a file that the ranks of a host
+share."""
 
 import contextlib
 import dataclasses
@@ -29,7 +30,7 @@ _OFFSET = np.dtype("<i8")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FileTable:
-    """What is known of each file, without its records; each array has one number per file, int64."""
+    """Facts about each file, without its records; each array has one number per file, int64."""
 
     counts: np.ndarray
     """The number of records."""
@@ -59,7 +60,7 @@ class RecordTable:
 
     files: FileTable
     offsets: np.ndarray
-    """Where each record begins in its file, in bytes, int64; perhaps a memory map."""
+    """The start of each record in its file, in bytes, int64; possibly a memory map."""
 
     def file_of(self, record: int) -> int:
         """The number of the file that holds a record, counted across files."""
@@ -98,7 +99,7 @@ def open_table(files: Sequence[RecordFile], collectives: "Collectives") -> Recor
 
 
 def _index_own(files: Sequence[RecordFile], collectives: "Collectives") -> None:
-    """Scans a part of the files that nobody has scanned, for rank 0, whose cache folder this host's ranks share."""
+    """Scans this rank's part of the new files for rank 0, whose cache folder this host's ranks share."""
     if collectives.cross_rank == 0 and collectives.local_size > 1:
         for file in files[collectives.local_rank :: collectives.local_size]:
             if not index_entry(file.path, file.cache_folder).exists():
@@ -112,13 +113,13 @@ def _index(file: RecordFile) -> RecordIndex:
 
 
 def _stored(files: Sequence[RecordFile]) -> FileTable | None:
-    """What an earlier job has stored of very many records."""
+    """The table of very many records that an earlier job has stored."""
     name = _name(files)
     return _read(_cached(files, name), name)
 
 
 def _scan(files: Sequence[RecordFile]) -> RecordTable | FileTable:
-    """The records, or if they are very many only the files: the offsets are then in the cache folder."""
+    """The records; if there are very many, only the files, because the offsets are in the cache folder."""
     name = _name(files)
     path = _cached(files, name)
     counts, ends, sizes = (np.zeros(len(files), np.int64) for _ in range(3))
@@ -160,7 +161,7 @@ def _store(path: Path, table: FileTable) -> None:
 
 
 def _read(path: Path, name: str) -> FileTable | None:
-    """What an earlier job has stored, if it is complete."""
+    """The table that an earlier job has stored, if it is complete."""
     with (
         contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
         np.load(_files_of(path)) as stored,

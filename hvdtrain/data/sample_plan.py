@@ -32,11 +32,11 @@ class Slice:
 
 
 class Position(NamedTuple):
-    """Where a step is in the data."""
+    """The position of a step in the data."""
 
     epoch: int
     step: int
-    """The number of the step among those of the plan in this epoch."""
+    """The number of the step within the plan's part of this epoch."""
     sample: int
     """The position of its first sample in the epoch's order."""
 
@@ -46,15 +46,16 @@ class SamplePlan:
     """Assigns samples to steps and ranks.
 
     A step is ``gradient_accumulation_steps`` micro-batches of ``batch_size`` samples on each rank, or of the rank's
-    entry in ``rank_batch_sizes``. ``remainder`` decides about the last samples of an epoch if they do not fill a step:
+    entry in ``rank_batch_sizes``. ``remainder`` decides what happens to the last samples of an epoch if they do not
+    fill a step:
 
     * ``pad``: they are distributed over ranks and micro-batches, in proportion to their sizes in a full step. Each
       counts once; a rank without samples gets a filler, a sample of weight zero. The mean loss is exact.
-    * ``drop``: they are dropped in this epoch (another epoch has another order and drops other samples).
+    * ``drop``: they are dropped in this epoch (each epoch has a different order and drops different samples).
 
     Raises:
         UsageError: there are fewer samples than ranks, ``remainder`` is unknown or leaves no step, or
-            ``rank_batch_sizes`` has not a number for each rank.
+            ``rank_batch_sizes`` does not have a number for each rank.
     """
 
     num_samples: int
@@ -68,9 +69,9 @@ class SamplePlan:
     rank_batch_sizes: tuple[int, ...] | None = None
     """Samples of each rank in a full micro-batch; None: ``batch_size`` each."""
     first_step: int = 0
-    """The step that the plan begins with: those before it may have had another number of samples."""
+    """The first step of the plan; earlier steps may have had a different number of samples."""
     first_sample: int = 0
-    """The sample that it begins with, counted across epochs."""
+    """The first sample of the plan, counted across epochs."""
 
     def __post_init__(self) -> None:
         if self.remainder not in REMAINDERS:
@@ -115,7 +116,7 @@ class SamplePlan:
         return full + (1 if rest and self.remainder == "pad" else 0)
 
     def first_step_of(self, epoch: int) -> int:
-        """The step that an epoch begins with, if the plan assigns all of its samples."""
+        """The first step of an epoch, if the plan assigns all samples of the epoch."""
         whole_epoch, rest = -(-self.first_sample // self.num_samples), -self.first_sample % self.num_samples
         return self.first_step + self._num_steps(rest) + (epoch - whole_epoch) * self.steps_per_epoch
 
@@ -125,7 +126,7 @@ class SamplePlan:
         return position if epoch == first_epoch else 0
 
     def position(self, step: int) -> Position:
-        """Where a step, counted across epochs, is in the data."""
+        """The position in the data of a step, counted across epochs."""
         whole_epoch = -(-self.first_sample // self.num_samples)
         epochs, index = divmod(step - self.first_step_of(whole_epoch), self.steps_per_epoch)
         if epochs < 0:  # in the rest of an epoch that the plan begins with
@@ -144,7 +145,8 @@ class SamplePlan:
         return any((counts == 0).any() for counts in self._counts_of_steps())
 
     def _counts_of_steps(self) -> list[np.ndarray]:
-        """The numbers of samples in the micro-batches of all ranks, for a full step and a last one that differs."""
+        """The numbers of samples in the micro-batches of all ranks, for a full step and, if it differs, the last
+        one."""
         full, rest = divmod(self.num_samples, self.global_batch_size)
         samples = [self.global_batch_size] if full else []
         if rest and self.remainder == "pad":
@@ -152,7 +154,7 @@ class SamplePlan:
         return [np.diff(self._bounds(each)) for each in samples]
 
     def _bounds(self, samples: int) -> np.ndarray:
-        """The positions in a step of so many samples at which its micro-batches begin, and the end of the last one."""
+        """The start of each micro-batch in a step of ``samples`` samples, and the end of the last one."""
         sizes = (self.batch_size,) * self.size if self.rank_batch_sizes is None else self.rank_batch_sizes
         full = np.cumsum((0, *sizes * self.gradient_accumulation_steps))
         return full * samples // self.global_batch_size
@@ -164,7 +166,7 @@ class SamplePlan:
 
     @property
     def computes_order(self) -> bool:
-        """Whether there are so many samples that their order is computed where it is read."""
+        """Whether there are too many samples to hold their order in memory: it is computed on access."""
         return self.num_samples > MAX_IN_MEMORY
 
     def order(self, epoch: int) -> np.ndarray | LargeOrder:
@@ -190,7 +192,7 @@ class SamplePlan:
     def draw(self, micro_batch: int, excluded: frozenset[int] = frozenset()) -> tuple[np.ndarray, float]:
         """The samples that this rank reads in a micro-batch, counted across epochs, and their weight.
 
-        Without the excluded ones, as :func:`exclude` removes them.
+        Excluded samples are removed as by :func:`exclude`.
         """
         step, part = divmod(micro_batch, self.gradient_accumulation_steps)
         position = self.position(step)
@@ -201,14 +203,14 @@ class SamplePlan:
             return numbers, taken.weight
         kept = _without(excluded, numbers)
         if not len(kept):
-            # The filler: one of the first samples, more than all that are excluded.
+            # The filler: of one sample more than are excluded, at least one is left.
             return _without(excluded, order[: len(excluded) + 1])[:1], 0.0
         return kept, taken.weight * len(kept) / taken.count
 
     def own_samples(self, first_step: int, steps: int) -> int:
         """The number of this rank's samples, without fillers, in a range of steps counted across epochs.
 
-        Of a plan that begins with the first sample.
+        The plan must begin with the first sample.
         """
         last = self.steps_per_epoch - 1
         full_count, last_count = (sum(part.count for part in self.slices(step) if part.weight) for step in (0, last))
@@ -234,7 +236,7 @@ class SamplePlan:
         """This rank's micro-batches in an epoch: starts, counts (int64) and weights (float64), one-dimensional.
 
         Args:
-            first: the position in the epoch's order that they begin with.
+            first: the position in the epoch's order at which they begin.
         """
         last = self._num_steps(self.num_samples - first) - 1
         full_steps = self.global_batch_size * np.arange(last, dtype=np.int64)

@@ -10,14 +10,14 @@ from hvdtrain.errors import DataError, UsageError
 
 
 def shard(*data: Any, drop_remainder: bool = True) -> Any:
-    """This rank's part of the data, for ``model.fit`` and loops of your own; all ranks get equally many elements.
+    """This rank's part of the data, for ``model.fit`` and your own loops; all ranks get the same number of elements.
 
     ``x, y = hvdtrain.shard(x, y)`` and ``dataset = hvdtrain.shard(dataset)``. Rank r takes the elements r, r + size,
     r + 2 * size, …, so that the ranks' batches of a step together are the batch of one process. Nothing is copied.
 
     Args:
-        data: arrays, or structures (dict, tuple, list) of arrays, with equally many samples: NumPy arrays and memory
-            maps, tensors, pandas' frames, and whatever else has a length and can be sliced. Or one
+        data: arrays, or structures (dict, tuple, list) of arrays, with the same number of samples: NumPy arrays and
+            memory maps, tensors, pandas' frames, and whatever else has a length and can be sliced. Or one
             ``tf.data.Dataset``, the same on every rank: of single samples, before ``batch``. One of batches is sharded
             by batch, and the last batch may be smaller on one rank. Or one ``keras.utils.PyDataset``, which is sharded
             by batch.
@@ -83,7 +83,7 @@ def _shard_of_dataset(dataset: tf.data.Dataset, rank: int, size: int, drop_remai
     def one_of(*group: Any) -> tf.data.Dataset:
         return tf.data.Dataset.zip(group if len(group) > 1 else group[0]).skip(rank).take(1)
 
-    # The length is not known: take from each group of as many elements as there are ranks, if it is complete.
+    # The length is unknown: take one element from each complete group of ``size`` elements.
     return dataset.window(size, drop_remainder=True).flat_map(one_of)
 
 

@@ -100,7 +100,7 @@ class Stream:
         }
 
     def check_unchanged(self) -> None:
-        """Does nothing: there is nothing to check."""
+        """Does nothing: a dataset cannot be checked."""
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
         """Returns an empty list: samples cannot be read separately."""

@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, bytes, np.ndarray, np.generic)
 
 
 def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
-    """Copies the state of rank 0's layers to all ranks, which must call it after they share variables.
+    """Copies the state of rank 0's layers to all ranks; all must call it after the broadcast of variables.
 
     Lookup tables, and attributes that are numbers, strings, arrays or lists of these: Keras' layers with ``adapt`` have
     no other state, and a user's own should have none.

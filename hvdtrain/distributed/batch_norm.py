@@ -22,7 +22,7 @@ def moments_over_ranks(
 
     Args:
         layer: gives the axes to reduce.
-        name: of the collective, the same on every rank.
+        name: the name of the collective, the same on every rank.
         sample_weight: while a step is traced, the weight of this rank's samples; 0 leaves them out.
     """
 

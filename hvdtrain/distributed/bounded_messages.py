@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 import tensorflow as tf
 
 MAX_MESSAGE_BYTES = 1 << 30
-"""What all ranks together send at most in one message. A larger object is sent in several."""
+"""The most bytes that all ranks together send in one message. A larger object is sent in several."""
 PIECE_BYTES = 64 << 20
-"""A larger tensor is reduced or broadcast in pieces, one after the other. Results of at most as many bytes are received
-at the same time: they exist twice, as sent and as received."""
+"""A larger tensor is reduced or broadcast in pieces of this size, one after the other. It also limits the results that
+are received at the same time, because they exist twice, as sent and as received."""
 MAX_MESSAGE_ELEMENTS = 2**31 - 1
-"""What all ranks together gather at most in one message."""
+"""The most elements that all ranks together gather in one message."""
 _MAX_POWER = 20
 _MIN_WIDTH_BYTES = 1 << 10
 
@@ -44,7 +44,7 @@ def in_pieces(tensor: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) ->
 
 
 def _elements_in_pieces(vector: tf.Tensor, send: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
-    """The same for a vector whose length has no factor that rows could have."""
+    """The same for a vector whose length has no factor that suits rows."""
     for start, end in piece_bounds(vector.shape[0], vector.dtype.size):
         # A copy: TensorFlow does not overwrite a vector in place while a part of it is in use.
         received = send(tf.raw_ops.DeepCopy(x=vector[start:end]), f"_piece_{start}")
@@ -55,10 +55,10 @@ def _elements_in_pieces(vector: tf.Tensor, send: Callable[[tf.Tensor, str], tf.T
 
 
 def in_columns(matrix: tf.Tensor, num_rows: int, gather: Callable[[tf.Tensor, str], tf.Tensor]) -> tf.Tensor:
-    """Gathers the rows of all ranks, in several blocks of columns if they may be more than a message counts.
+    """Gathers the rows of all ranks, in several blocks of columns if one message may be too small.
 
     Args:
-        num_rows: what all ranks have together at most; 0 if it is not known.
+        num_rows: the most rows that all ranks have together; 0 if unknown.
         gather: receives columns and a suffix for the name of the message, the same on every rank.
     """
     width = matrix.shape[1] if matrix.shape.rank == 2 else None
@@ -72,7 +72,7 @@ def in_columns(matrix: tf.Tensor, num_rows: int, gather: Callable[[tf.Tensor, st
 def _sent_pieces(
     tensor: tf.Tensor, width: int | None, send: Callable[[tf.Tensor, str], tf.Tensor]
 ) -> Iterator[tf.Tensor]:
-    """The pieces that are received, as vectors, one after the other."""
+    """The received pieces, as vectors, one after the other."""
     width = width or 1
     flat = tf.reshape(tensor, [-1])
     last: list[tf.Tensor] = []
@@ -84,9 +84,10 @@ def _sent_pieces(
 
 
 def row_width(shape: Sequence[int], element_bytes: int) -> int | None:
-    """The number of elements of rows, of at most ``PIECE_BYTES``, of which a tensor consists; None: only of short ones.
+    """The number of elements per row into which a tensor can be reshaped, at most ``PIECE_BYTES``; None: only short
+    rows.
 
-    The longest that powers of two and the leading dimensions of its shape offer.
+    The longest among powers of two and products of the last dimensions of its shape.
     """
     most = max(1, PIECE_BYTES // element_bytes)
     power = 1 << min(_MAX_POWER, most.bit_length() - 1)
@@ -102,12 +103,12 @@ def piece_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]
 
 
 def message_bounds(num_elements: int, element_bytes: int) -> list[tuple[int, int]]:
-    """The same of each message that an object is sent in."""
+    """The same for each message in which an object is sent."""
     return bounds(num_elements, element_bytes, MAX_MESSAGE_BYTES)
 
 
 def bounds(num_elements: int, element_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
-    """The same of parts of at most ``max_bytes``."""
+    """The same for parts of at most ``max_bytes``."""
     step = max(1, max_bytes // element_bytes)
     return [(start, min(start + step, num_elements)) for start in range(0, num_elements, step)]
 
@@ -127,7 +128,7 @@ def groups_of_bounded_size(tensors: Sequence[tf.Tensor | tf.Variable], max_bytes
 
 
 def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
-    """The size of a tensor; 0 if it is not known when a function is compiled."""
+    """The size of a tensor; 0 if it is unknown when a function is compiled."""
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
@@ -137,5 +138,6 @@ def is_large(tensor: tf.Tensor | tf.Variable) -> bool:
 
 
 def arrival(received: tf.Tensor) -> tf.Tensor:
-    """What a control dependency can wait for: Horovod reduces in a function, whose end a dependency would not await."""
+    """A tensor for control dependencies: Horovod reduces inside a function, and one on its result would not wait for
+    its end."""
     return tf.reshape(received, [-1])[:1]

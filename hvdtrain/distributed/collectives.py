@@ -41,12 +41,12 @@ class Collectives(Protocol):
         """Each array summed over ranks; shapes and dtypes must be the same on every rank."""
 
     def sum_tensors(self, tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-        """Each tensor summed over ranks, on its device; on any thread, one call of a name at a time."""
+        """Each tensor summed over ranks, on its device. Any thread may call it, with each name once at a time."""
 
     def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Each tensor summed over ranks, without TensorFlow's threads, which a compiled step may occupy.
 
-        On any thread, while no other one of this process is in a collective.
+        Any thread may call it, while no other thread of this process is in a collective.
         """
 
     def host_collectives(self) -> "Collectives":
@@ -90,7 +90,7 @@ class Collectives(Protocol):
         Ranks must first call theirs in the same order, as for :meth:`gradient_reducer`.
 
         Args:
-            num_buckets: in which they are sent, if there are as many tensors (default: small ones together).
+            num_buckets: number of buckets, at most one for each tensor (default: small ones together).
         """
 
     def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:

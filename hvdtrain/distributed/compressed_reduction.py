@@ -32,8 +32,8 @@ def make_reducer(
     """The reduction of an optimizer's gradients.
 
     Args:
-        keeps_errors: whether what has not arrived is added to the next step's gradients.
-        memory: that of another reduction of the same gradients, which this one continues.
+        keeps_errors: whether compression errors are added to the next step's gradients.
+        memory: the memory of another reduction of the same gradients, which this one continues.
     """
     if compression is None:
         return collectives.gradient_reducer(config)
@@ -42,7 +42,7 @@ def make_reducer(
 
 
 class CompressedReducer:
-    """Reduces dense gradients by a compression, and sends the others whole.
+    """Reduces dense gradients by a compression, and sends the others uncompressed.
 
     A single rank compresses nothing. If it resumes a run of several ranks, their errors are part of its first step.
     """
@@ -63,7 +63,7 @@ class CompressedReducer:
         self.memory = memory
         self._reduce_whole = collectives.gradient_reducer(dataclasses.replace(config, groups=None))
         self._sums: list[StepSum] = []
-        """The sums of a step, in order: another trace of it must use the same names."""
+        """The sums of a step, in order: when the step is traced again, it must use the same names."""
         self._sum_before_start = collectives.step_sum(config.groups)
 
     def __call__(self, gradients: Sequence[Gradient]) -> ReducedGradients:
@@ -95,10 +95,10 @@ class CompressedReducer:
     def _reduce(
         self, gradients: Sequence[tf.Tensor], whole: Sequence[tf.Tensor]
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], list[tf.Tensor]]:
-        """Returns this rank's gradients with the errors of before, those of all ranks, and the errors of now.
+        """Returns this rank's gradients plus the previous errors, the gradients of all ranks, and the new errors.
 
         Args:
-            whole: what is reduced without compression in the same step.
+            whole: the buckets that are reduced without compression in the same step.
         """
         specs, compression, memory = (
             [tf.TensorSpec(each.shape, each.dtype) for each in gradients],
@@ -113,7 +113,7 @@ class CompressedReducer:
         sent = [each + error for each, error in zip(gradients, errors, strict=True)] if errors else list(gradients)
         compressed = self._from_start(sent)
         means = list(compressed.means)
-        # As the gradient monitor decides whether the step is made, so that TensorFlow computes it once.
+        # The same expression as in the gradient checks, so that TensorFlow computes it once.
         finite = tf.reduce_all(
             tf.math.is_finite([tf.cast(tf.nn.l2_loss(each), tf.float32) for each in (*whole, *means)])
         )
@@ -131,7 +131,7 @@ class CompressedReducer:
         return sent, means, lost
 
     def _from_start(self, gradients: Sequence[tf.Tensor]) -> Compressed:
-        """Compresses from the first step on that is to be compressed."""
+        """Sends gradients uncompressed until ``start_after``, then compresses."""
         state = {name: variable.value.read_value() for name, variable in self.memory.shared.items()}
         if not self._collectives.reduces:
             return Compressed(list(gradients), list(gradients), state)

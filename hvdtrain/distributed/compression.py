@@ -31,22 +31,22 @@ class Compressed(NamedTuple):
     means: Sequence[tf.Tensor]
     """An approximation of the mean of each tensor over ranks, equal on all ranks."""
     own: Sequence[tf.Tensor]
-    """What arrived of each of this rank's tensors. The rest is added to the next step's: error feedback."""
+    """What was sent of each of this rank's tensors. The rest is added to the next step's: error feedback."""
     state: Mapping[str, tf.Tensor]
     """The state for the next step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compression(abc.ABC):
-    """How the gradients of a step are reduced with fewer bytes. Derive from it for a compression of your own.
+    """How the gradients of a step are reduced with fewer bytes. Subclass it for your own compression.
 
-    The reduction around it keeps, for each gradient that is compressed, what has not arrived, and adds it to the next
-    step's gradient (error feedback; Karimireddy et al., arXiv:1901.09847). If a step's reduced gradients are not
-    finite, it changes neither this nor the state.
+    The reduction around it keeps the compression error of each gradient, and adds it to the next step's gradient (error
+    feedback; Karimireddy et al., arXiv:1901.09847). If a step's reduced gradients are not finite, neither the errors
+    nor the state change.
     """
 
     start_after: int = 0
-    """Steps whose gradients are sent whole, before the first that are compressed."""
+    """Number of first steps whose gradients are sent uncompressed."""
 
     def __post_init__(self) -> None:
         if self.start_after < 0:
@@ -54,13 +54,13 @@ class Compression(abc.ABC):
 
     @abc.abstractmethod
     def num_bytes(self, gradient: tf.TensorSpec) -> int | None:
-        """The bytes that a rank passes to the allreduce for a gradient; None: send it whole."""
+        """The bytes that a rank passes to the allreduce for a gradient; None: send it uncompressed."""
 
     def initial_state(self, gradients: Sequence[tf.TensorSpec]) -> dict[str, np.ndarray]:
         """The values that the first step starts with, equal on all ranks. By default, none.
 
         Args:
-            gradients: those that are compressed; float32, or float64.
+            gradients: the gradients that are compressed; float32, or float64.
         """
         return {}
 

@@ -11,7 +11,8 @@ from hvdtrain.errors import UsageError
 
 
 class CompressionMemory:
-    """The variables of a compressed reduction, created in its first step; values that are restored earlier wait for it.
+    """The variables of a compressed reduction, created in its first step; values that are restored earlier are kept
+    until then.
 
     Args:
         num_ranks: the number of ranks.
@@ -22,7 +23,7 @@ class CompressionMemory:
         self._num_ranks = num_ranks
         self._sums = sums
         self.errors: list[keras.Variable] = []
-        """What has not arrived of this rank's gradients."""
+        """This rank's compression errors."""
         self.shared: dict[str, keras.Variable] = {}
         """The state that all ranks have in common."""
         self._shapes: list[tf.TensorShape] | None = None
@@ -37,11 +38,11 @@ class CompressionMemory:
         """Creates the variables, unless they exist.
 
         Args:
-            gradients: those that are compressed.
+            gradients: the gradients that are compressed.
             shared: initial values.
 
         Raises:
-            UsageError: the gradients are others than in the first step.
+            UsageError: the gradients are not those of the first step.
         """
         shapes = [each.shape for each in gradients]
         if self._shapes is None:

@@ -1,4 +1,4 @@
-"""From the name of a compression to its object."""
+"""Makes a compression from its name."""
 
 from hvdtrain.distributed.compression import Compression
 from hvdtrain.distributed.config import POWER_SGD, parse_compression
@@ -10,7 +10,7 @@ def make_compression(compression: str | Compression, start_after: int = 0) -> Co
     """The compression that an option names; None for ``none``.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is no compression of this name.
     """
     if isinstance(compression, Compression):
         return compression

@@ -57,7 +57,7 @@ class ReductionConfig(Config):
     compression: str = "none"
     """Compression of gradients on the network, with error feedback: none, fp16, or powersgd:RANK."""
     compression_after: int = 0
-    """Steps whose gradients are sent whole before --compression begins."""
+    """Steps whose gradients are sent uncompressed before --compression begins."""
     groups: int | None = None
     """Number of gradient buckets (default: large gradients alone, small ones together up to 1 MiB)."""
     sparse_as_dense: bool = False

@@ -1,7 +1,7 @@
 """Gathers values that are usually equal on all ranks: as digests, and only distinct values whole.
 
-An allgather of what thousands of ranks have in common, such as the description of a model, would be as many times as
-large, on every rank.
+The result of an allgather of what thousands of ranks have in common, such as the description of a model, would grow
+with the number of ranks.
 """
 
 import collections
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def gather_distinct(value: Any, collectives: Collectives) -> list[Any]:
-    """The picklable value of each rank, in rank order; of equal values, one is sent, or none if all are equal.
+    """The picklable value of each rank, in rank order; equal values are sent once, or not at all if all are equal.
 
     All ranks must call it.
     """

@@ -31,7 +31,7 @@ def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -
     """Compares the GPUs of all ranks, which must call it; not in elastic jobs, whose members start one by one.
 
     Args:
-        device: that this rank computes on.
+        device: the device that this rank computes on.
 
     Raises:
         JobError: on every rank: ranks share a GPU, or only some of them have one, and this is not allowed.

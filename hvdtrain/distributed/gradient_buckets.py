@@ -1,4 +1,4 @@
-"""Gradient buckets: small gradients are reduced together. Reducing one takes as long as a few hundred KiB."""
+"""Gradient buckets: small gradients are reduced together. Reducing one takes as long as reducing a few hundred KiB."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvdtrain.system import devices
 
 BUCKET_BYTES = 1 << 20
-"""Size of a bucket. A gradient of at least this size is a bucket of its own, unless the number of buckets is given."""
+"""Size of a bucket. A gradient of at least this size has a separate bucket, unless the number of buckets is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,7 @@ class BucketLayout:
     """Which tensors share a bucket.
 
     Args:
-        shapes: of the tensors.
+        shapes: the shapes of the tensors.
         members: for each bucket, the positions of its tensors.
     """
 
@@ -52,11 +52,11 @@ class BucketLayout:
 def bucket_layout(tensors: Sequence[tf.Tensor], count: int | None = None) -> BucketLayout:
     """Assigns gradients to buckets in the order in which a backward pass produces them: from last to first.
 
-    Only tensors of one dtype share a bucket, and a tensor of unknown shape has a bucket of its own.
+    Only tensors of one dtype share a bucket, and a tensor of unknown shape has a separate bucket.
 
     Args:
-        count: number of buckets, or more if there are several dtypes; None: as few as hold the small tensors in
-            buckets of at most ``BUCKET_BYTES``.
+        count: number of buckets, or more if there are several dtypes; None: as few as possible for the small tensors,
+            in buckets of at most ``BUCKET_BYTES``.
     """
     backwards = list(reversed(range(len(tensors))))
     if count is None:

@@ -24,12 +24,12 @@ class ReducedGradients:
     lost: Sequence[tf.Tensor] = ()
     """What compression has left out of this rank's buckets."""
     sum_over_ranks: "StepSum" = list
-    """Adds up what ranks compute from their reduced buckets, if each has other parts of the gradients."""
+    """Adds up what ranks compute from their reduced buckets, if each rank holds different parts of the gradients."""
     gather: "Callable[[Sequence[Gradient]], list[Gradient]]" = list
     """The whole gradients, from each rank's parts."""
     sums: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
-    """Of large buckets, by their positions in ``sent``: the sum of the elements, as sent. Results may overwrite them
-    in memory, which is not copied if nothing else uses them."""
+    """For large buckets, by position in ``sent``: the sum of the elements before the reduction, whose result may
+    overwrite them in memory."""
 
     @property
     def gradients(self) -> list[Gradient]:
@@ -53,7 +53,7 @@ def single_rank_reducer(config: ReductionConfig) -> GradientReducer:
 
 
 def unreduced(gradients: Sequence[Gradient]) -> ReducedGradients:
-    """Gradients that were not sent: each is a bucket of its own."""
+    """Gradients that were not sent, each in a separate bucket."""
 
     def unpack(buckets: Sequence[tf.Tensor]) -> list[Gradient]:
         return [with_values(gradient, bucket) for gradient, bucket in zip(gradients, buckets, strict=True)]
@@ -63,22 +63,22 @@ def unreduced(gradients: Sequence[Gradient]) -> ReducedGradients:
 
 
 def is_sparse(gradient: Gradient) -> bool:
-    """Whether a gradient is that of an embedding, which holds only the rows that were used."""
+    """Whether a gradient is sparse, as of an embedding, and holds only the rows that were used."""
     return isinstance(gradient, tf.IndexedSlices)
 
 
 def values_of(gradient: Gradient) -> tf.Tensor:
-    """The elements of a gradient; of a sparse one, those of the rows that were used."""
+    """The elements of a gradient; for a sparse one, those of the rows that were used."""
     return gradient.values if is_sparse(gradient) else gradient
 
 
 def sum_of_elements(tensor: tf.Tensor) -> tf.Tensor:
-    """The sum, which is finite if all elements are; that of half precision in single precision."""
+    """The sum of the elements, which is finite if all of them are; half precision is summed in single precision."""
     return tf.reduce_sum(tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor)
 
 
 def with_values(gradient: Gradient, values: tf.Tensor) -> Gradient:
-    """A gradient with other values; of a sparse one, for the same rows."""
+    """A gradient with its values replaced; a sparse one keeps its rows."""
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse(gradient) else values
 
 
@@ -96,16 +96,16 @@ def with_unique_rows(gradient: Gradient) -> Gradient:
 
 
 def most_rows(gradient: tf.IndexedSlices) -> int:
-    """The number of rows that a sparse gradient has at most if each is in it once; 0 if it is not known."""
+    """The most rows that a sparse gradient can have if each occurs once; 0 if unknown."""
     shape = tf.get_static_value(gradient.dense_shape)
     return 0 if shape is None else int(shape[0])
 
 
 def with_shapes_of(variables: Sequence[tf.Variable], gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Gradients whose shapes are known when a step is compiled: those of their variables.
+    """Gives gradients the static shapes of their variables.
 
-    TensorFlow does not know them for a layer that is applied to each element of a sequence. Such gradients would have
-    messages of their own, and could neither be divided into pieces or shards nor be compressed.
+    TensorFlow does not know them for a layer that is applied to each element of a sequence. Such gradients would be
+    sent in separate messages, and could neither be divided into pieces or shards nor be compressed.
     """
     return [_with_shape(each, tf.TensorShape(v.shape)) for each, v in zip(gradients, variables, strict=True)]
 
@@ -115,7 +115,7 @@ def _with_shape(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
         return gradient
     if is_sparse(gradient):
         return tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(shape.as_list(), tf.int64))
-    gradient = tf.convert_to_tensor(gradient)  # A loop of one's own may compute it with NumPy.
+    gradient = tf.convert_to_tensor(gradient)  # A user's loop may compute it with NumPy.
     return gradient if gradient.shape.is_fully_defined() else tf.ensure_shape(gradient, shape)
 
 

@@ -38,6 +38,6 @@ class FP16(Compression):
 
 
 def _limited(gradient: tf.Tensor) -> tf.Tensor:
-    """Values within the range in which half precision cannot overflow; those that are not finite stay so."""
+    """Limits finite values to the range in which half precision cannot overflow."""
     limited = tf.clip_by_value(gradient, -_LIMIT, _LIMIT)
     return tf.where(tf.math.is_finite(gradient), limited, gradient)

@@ -1,4 +1,4 @@
-"""Sums over ranks that are sent with 8 or 4 bits an element."""
+"""Sums over ranks, sent with 8 or 4 bits per element."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -74,7 +74,7 @@ class QuantizedSum:
         """Rows of floats as rows of bytes: the integers, then the scales."""
         count, largest = rows.shape[0], 2 ** (self._bits - 1) - 1
         blocks = tf.reshape(rows, [count, -1, _BLOCK])
-        # Of a value that is not finite, neither is the scale, and so no value of the block on any rank.
+        # A non-finite value yields a non-finite scale, and so a non-finite block on every rank.
         scales = tf.reduce_max(tf.abs(blocks), axis=2) / largest
         integers = tf.round(tf.math.divide_no_nan(blocks, scales[..., tf.newaxis])) + (largest + 1)
         codes = tf.reshape(tf.cast(integers, tf.uint8), [count, -1])
@@ -87,7 +87,7 @@ class QuantizedSum:
         codes, scales = tf.split(rows, [segment * self._bits // 8, -1], axis=1)
         if self._bits == 4:
             codes = tf.stack([codes // 16, codes % 16], axis=2)
-        # Not the number of rows: in an elastic job it is no part of what is compiled.
+        # Not the number of rows, which is not constant in the compiled steps of an elastic job.
         integers = tf.reshape(tf.cast(codes, tf.float32), [-1, segment // _BLOCK, _BLOCK]) - (largest + 1)
         scales = tf.bitcast(tf.reshape(scales, [-1, segment // _BLOCK, 4]), tf.float32)
         return tf.reshape(integers * scales[..., tf.newaxis], [-1, segment])

@@ -20,7 +20,7 @@ class _Layout(NamedTuple):
     """Which vectors share a bucket."""
 
     lengths: Sequence[int]
-    """Those of the vectors."""
+    """The lengths of the vectors."""
     members: Sequence[Sequence[int]]
     """For each bucket, the positions of its vectors."""
 
@@ -127,7 +127,7 @@ class ShardedReduction:
 def _in_pieces(
     receive: Callable[[int, int], tf.Tensor], num_rows: int, length: int, count: int, dtype: tf.DType
 ) -> tf.Tensor:
-    """A matrix of which a number of columns is received at a time, and written to its place."""
+    """Receives a matrix in blocks of columns, each of which is written to its place."""
     step = -(-length // count)
     starts = range(0, length, step)
     if len(starts) == 1:

@@ -1,8 +1,8 @@
-"""Which part of each variable a rank updates, and of which it keeps the optimizer's state (ZeRO stage 1).
+"""The part of each variable that a rank updates and keeps the optimizer's state for (ZeRO stage 1).
 
-A variable is divided into as many equal parts as there are ranks, in the order of its elements, so that every rank has
-the same share of each layer. They are padded with zeros to a multiple of 32 elements, at which TensorFlow can address a
-part of a tensor without copying it; those that are sent in pieces, to a multiple of 32 for each piece.
+A variable is divided into one equal part for each rank, in the order of its elements, so that every rank has the same
+share of each layer. They are padded with zeros to a multiple of 32 elements, at which TensorFlow can address a part of
+a tensor without copying it; those that are sent in pieces, to a multiple of 32 for each piece.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def part_length(num_elements: int, num_ranks: int) -> int:
 
 
 def num_pieces(num_elements: int) -> int:
-    """In how many pieces a tensor is exchanged."""
+    """The number of pieces in which a tensor is exchanged."""
     return max(1, -(-num_elements // PIECE_ELEMENTS))
 
 
@@ -75,7 +75,7 @@ def whole_of_rows(rows: tf.Tensor, shape: Sequence[int]) -> tf.Tensor:
 
 
 def whole_of_arrays(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
-    """The array that consists of these parts, one of each rank.
+    """The array that consists of these parts, one from each rank.
 
     Raises:
         ValueError: they are not its parts.
@@ -98,11 +98,11 @@ def part_of(variable: keras.Variable) -> Part | None:
 
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:
-    """The shape of a variable, or of that whose part it holds."""
+    """The shape of a variable, or of the whole variable whose part it holds."""
     part = part_of(variable)
     return tuple(variable.shape) if part is None else part.shape
 
 
 def whole_variables(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-    """Those variables that are equal on all ranks, because they hold no part of another."""
+    """The variables that are equal on all ranks, because they do not hold a part of another one."""
     return [variable for variable in variables if part_of(variable) is None]

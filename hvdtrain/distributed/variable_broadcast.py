@@ -11,7 +11,7 @@ Send = Callable[[tf.Tensor, str], tf.Tensor]
 """A broadcast: receives this rank's tensor and a name, and returns the root's tensor."""
 
 PIECE_BYTES = 16 << 20
-"""Of a message: of several variables, or of a part of a larger one."""
+"""Size of a message: of several variables, or of a part of a larger one."""
 
 
 def overwrite_with_received(variables: Sequence[tf.Variable], send: Send, *, is_root: bool) -> None:
@@ -32,7 +32,7 @@ def overwrite_with_received(variables: Sequence[tf.Variable], send: Send, *, is_
 
 
 def _overwrite_together(variables: Sequence[tf.Variable], send: Send, name: str, *, is_root: bool) -> None:
-    """By one message. Not compiled: for 750 variables, that took ten seconds."""
+    """In one message. Not compiled: for 750 variables, that took ten seconds."""
     values = [np.asarray(each.numpy()) for each in variables]
     # As bytes: Horovod broadcasts neither bfloat16 nor uint32.
     own = np.concatenate([each.reshape(-1).view(np.uint8) for each in values])
@@ -83,7 +83,7 @@ def _from_bytes(value: np.ndarray, dtype: tf.DType, shape: tf.TensorShape) -> tf
 
 
 def _aligned_bytes(size: int) -> np.ndarray:
-    """At an address that TensorFlow accepts as that of a tensor; with others it ends the process."""
+    """Memory at an address that TensorFlow accepts for a tensor; with others it aborts the process."""
     alignment = 64
     space = np.empty(size + alignment, np.uint8)
     start = -space.ctypes.data % alignment

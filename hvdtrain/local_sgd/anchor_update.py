@@ -1,4 +1,4 @@
-"""From the sums over ranks to the next anchor: the values from which all replicas start a round."""
+"""Computes the next anchor, the values from which all replicas start a round, from the sums over ranks."""
 
 import numpy as np
 import tensorflow as tf
@@ -8,7 +8,7 @@ from hvdtrain.local_sgd.outer_optimizer import Flats, OuterOptimizer
 
 
 class AnchorUpdate:
-    """Moves the anchor by the outer optimizer's update of trained variables, and to the average of others.
+    """Moves the anchor: trained variables by the outer optimizer's update, all others to their average.
 
     Args:
         num_trained: the number of flat tensors with trained variables, which come first.

@@ -59,7 +59,7 @@ class ParameterAverager:
     Args:
         model: built, with a plain (not distributed) optimizer; values must be equal on all ranks, except
             statistics, which are synchronized.
-        config: when and how to average; ``sync_steps_first`` and ``average_across`` are the caller's.
+        config: when and how to average; ``sync_steps_first`` and ``average_across`` are left to the caller.
         deterministic: merge a pending average at the end of the next round, never earlier.
         starts: False if the caller calls :meth:`start` later.
         collectives: the collectives to average with (default: those of ``hvdtrain.init()``).
@@ -313,12 +313,13 @@ class ParameterAverager:
         return self.rounds, self._steps
 
     def end_round(self, *, only_if_due: bool = False) -> None:
-        """Averages what ranks have learnt so far. All ranks must call it, at the same step."""
+        """Ends the round now, unless no step was made in it. All ranks must call it, at the same step."""
         if self._steps >= (self.every if only_if_due else 1):
             self._end_round()
 
     def start_round(self, state: Mapping[str, Any], *, missed_steps: int) -> None:
-        """Starts with the last average of another rank, in a round in which it has made so many steps already."""
+        """Joins a round in progress from another rank's last average, after that rank has made ``missed_steps`` in
+        it."""
         mine = {**self.rank_state(), "samples": 0, "steps": missed_steps, "loss": 0.0, "pending": None, "sum": None}
         self.restore(state, mine)
         self._missed_steps = missed_steps
@@ -332,7 +333,8 @@ class ParameterAverager:
         self._send(finished)
         assert self._pending is not None
         is_done = self._pending.totals.is_done and not self._deterministic
-        # With wait_free, ranks infer the progress of all from the averages merged so far: these must be the same ones.
+        # With wait_free, ranks infer the progress of all from the averages merged so far: all must have merged the same
+        # ones.
         if not self._config.in_background or (is_done and not self._config.wait_free):
             self._merge()
 
@@ -350,7 +352,8 @@ class ParameterAverager:
         self._pending = _PendingAverage(
             sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
         )
-        # Not before: if a rank of an elastic job is lost meanwhile, the others average these steps again without it.
+        # Reset only now: if a rank of an elastic job is lost meanwhile, the others average these steps again without
+        # it.
         self._samples = self._steps = self._missed_steps = 0
         self._loss = 0.0
 
@@ -392,7 +395,7 @@ class ParameterAverager:
         if are_finite(totals):
             return
         if self._config.in_background:
-            # Ranks merge at different steps, so that they cannot gather anything here. Each has sent finite values.
+            # Ranks merge at different steps and cannot gather anything here. Each has sent finite values.
             raise non_finite_error([], rank=self._collectives.rank)
         raise non_finite_error(self._collectives.allgather(non_finite_paths(self._variables)))
 

@@ -11,7 +11,7 @@ from hvdtrain.config.fields import Config, help_group, require
 @Parameter(name="*", group=help_group("Local SGD (--mode local)"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSGDConfig(Config):
-    """Local SGD: each rank makes steps of its own, and parameters are averaged periodically (Stich, arXiv:1805.09767).
+    """Local SGD: each rank trains its own replica, and parameters are averaged periodically (Stich, arXiv:1805.09767).
 
     Sources: ``adacomm``: Wang and Joshi, arXiv:1810.08313; ``nesterov``: DiLoCo, arXiv:2311.08105, and SlowMo,
     arXiv:1910.00643; ``sync_dtype``: Streaming DiLoCo, arXiv:2501.18512, which sends 4 bits; ``overlap``: CoCoD-SGD,

@@ -1,4 +1,4 @@
-"""Sums what ranks have learnt in a round: in full, or with few bits and error feedback."""
+"""Sums parameter displacements over ranks: in full precision, or quantized with error feedback."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,13 +16,13 @@ _BITS = {"int8": 8, "int4": 4}
 
 
 class DisplacementSum:
-    """Sums messages over ranks: displacements times samples, the first with facts at its end.
+    """Sums messages over ranks: displacements multiplied by samples, with the facts at the end of the first.
 
-    What rounding leaves out of this rank's displacements, its errors, is part of its next message. Only displacements
-    of trained variables are sent with few bits: others, such as second moments, must not change their sign.
+    The rounding errors of this rank's displacements are added to its next message. Only displacements of trained
+    variables are quantized: others, such as second moments, must not change their sign.
 
     Args:
-        sync_dtype: ``float32`` for a sum in full, ``int8``, or ``int4``.
+        sync_dtype: ``float32`` (full precision), ``int8`` or ``int4``.
         num_trained: the number of flat tensors with trained variables, which come first.
     """
 
@@ -35,7 +35,7 @@ class DisplacementSum:
         self._next_errors: Flats = ()
 
     def displacement(self, i: int, value: tf.Tensor, start: tf.Tensor) -> tf.Tensor:
-        """How far this rank has moved one tensor, with what was not sent in the round before."""
+        """This rank's displacement of one tensor, plus its rounding error of the previous round."""
         return value - start + self._errors[i] if i < len(self._errors) else value - start
 
     def num_bytes(self, message: Flats) -> int:
@@ -51,7 +51,7 @@ class DisplacementSum:
         """Sums a message over ranks, on any thread; all ranks must call it.
 
         Args:
-            samples: those of this rank, by which its displacements are multiplied.
+            samples: this rank's number of samples, by which its displacements are multiplied.
         """
         if self._quantized is None:
             return self._collectives.sum_tensors(message, "hvdtrain_average")
@@ -64,11 +64,11 @@ class DisplacementSum:
         return [tf.concat([totals[0], facts], 0), *totals[1:], *others]
 
     def merged(self) -> None:
-        """Call it when the sum is part of the average: only then its errors are those of this rank."""
+        """Call it when the sum has been merged: only then do its rounding errors replace the previous ones."""
         self._errors = self._next_errors
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this rank; not while a sum is under way."""
+        """This rank's state for a checkpoint; not to be called while a sum is in progress."""
         return {"errors": arrays(self._errors), "next_errors": arrays(self._next_errors)}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:

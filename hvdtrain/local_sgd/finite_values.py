@@ -1,4 +1,4 @@
-"""Values that are not finite must not be averaged: they would make all replicas non-finite."""
+"""Checks that values are finite before they are averaged: one that is not would make all replicas non-finite."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def non_finite_error(paths_of_ranks: Sequence[Sequence[str]], rank: int | None =
     """The error for variables of some ranks.
 
     Args:
-        paths_of_ranks: of each rank, the variables that are not finite; the last ranks may be missing.
+        paths_of_ranks: for each rank, the paths of its non-finite variables; the last ranks may be missing.
         rank: the only rank that raises it; None: all ranks do.
     """
     culprits = [

@@ -10,7 +10,7 @@ _BUCKET_BYTES = 32 << 20
 
 
 class FlatVariables:
-    """Reads and writes variables as flat tensors of up to 32 MiB; float64 variables get tensors of their own.
+    """Reads and writes variables as flat tensors of up to 32 MiB; float64 variables get separate tensors.
 
     Half-precision variables are sent as float32, so that summation loses no precision.
     """
@@ -18,7 +18,7 @@ class FlatVariables:
     def __init__(self, *groups: Sequence[keras.Variable]):
         self._buckets: list[tuple[tf.DType, list[keras.Variable]]] = []
         self.ends: list[int] = []
-        """The number of tensors up to the end of each group: none holds variables of two groups."""
+        """The number of tensors up to the end of each group; no tensor holds variables of two groups."""
         for variables in groups:
             for wire in (tf.float32, tf.float64):
                 members = [v for v in variables if (tf.as_dtype(v.dtype) == tf.float64) == (wire == tf.float64)]

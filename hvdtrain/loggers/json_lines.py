@@ -20,11 +20,11 @@ class JsonLinesReporter(Reporter):
     Each has ``event`` and ``time``, the seconds since 1970. Those of training and evaluation have ``step``, loss and
     metrics, and in a run also:
 
-    - ``epoch``: epochs made, with the fraction of the current one.
+    - ``epoch``: completed epochs, including the fraction of the current one.
     - ``samples``: samples trained on so far, over all ranks and epochs.
-    - ``elapsed_seconds``: time spent on training so far, evaluations, saving and compiling included. A resumed run
-      continues with the value of the last line before the checkpoint: neither the time between two starts counts, nor
-      that of steps which were lost and repeated.
+    - ``elapsed_seconds``: training time so far, including evaluations, saving and compiling. A resumed run continues
+      from the value of the last line before the checkpoint: the time between two starts and the time of steps that were
+      lost do not count.
 
     Lines of earlier versions lack these three.
     """

@@ -26,10 +26,10 @@ class RunShape:
     first_step: int = 0
     """The first step with this number of samples."""
     first_sample: int = 0
-    """The sample that it begins with, counted across epochs."""
+    """The first sample of that step, counted across epochs."""
 
     def epochs(self, step: int) -> float:
-        """Epochs made after a step, the fraction of the current one included."""
+        """Epochs completed after a step, including the fraction of the current one."""
         first_step, epoch = self._first_whole_epoch
         return epoch + (step - first_step) / self.steps_per_epoch
 
@@ -43,7 +43,7 @@ class RunShape:
 
     @property
     def _first_whole_epoch(self) -> tuple[int, int]:
-        """The first epoch of which all steps have this number of samples: its first step, and its number."""
+        """The first epoch with a constant batch size: its first step, and its number."""
         if not self.first_sample:
             return self.first_step, 0
         rest = -self.first_sample % self.samples_per_epoch
@@ -76,7 +76,7 @@ class Reporter:
         """Called after each evaluation."""
 
     def members_changed(self, step: int, values: Mapping[str, float]) -> None:
-        """Called when others train together from now on, in an elastic job: ``ranks`` and ``pause_seconds``."""
+        """Called after a membership change of an elastic job, with ``ranks`` and ``pause_seconds``."""
 
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Called with the values of ``weights`` and ``gradients`` by variable path, and of ``activations`` by layer."""
@@ -85,10 +85,10 @@ class Reporter:
         """Called when something is wrong but the run continues."""
 
     def profile_begins(self) -> None:
-        """Before each call of steps that are to be profiled."""
+        """Called before each call of steps to profile."""
 
     def profile_ends(self) -> None:
-        """After the last step that is to be profiled, and at the end of the run."""
+        """Called after the last step to profile, and at the end of the run."""
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Called once, after the last step."""

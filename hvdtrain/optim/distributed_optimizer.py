@@ -58,11 +58,11 @@ def DistributedOptimizer(
             number of ranks must be a power of 2; MPI only).
         compression: ``none``, ``fp16`` (half precision: half the bytes) or ``powersgd:RANK`` (matrices of this rank,
             Vogels et al., arXiv:1905.13727), with error feedback; or an object: ``hvdtrain.FP16()``,
-            ``hvdtrain.PowerSGD(rank=4, start_after=100)``, or a :class:`~hvdtrain.Compression` of your own.
+            ``hvdtrain.PowerSGD(rank=4, start_after=100)``, or your own :class:`~hvdtrain.Compression`.
         groups: number of gradient buckets; None: large gradients alone, small ones together.
         sparse_as_dense: reduce ``IndexedSlices`` (embeddings) as dense tensors.
         shard_optimizer: each rank keeps the optimizer's state of 1/N of every variable and updates that part (ZeRO
-            stage 1), for optimizers that update each element by itself. The updates stay the same.
+            stage 1), for optimizers that update each element independently. The updates stay the same.
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
 
     Raises:
@@ -166,10 +166,9 @@ def PartialDistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """A :func:`DistributedOptimizer` that averages the gradients of all layers except local ones.
 
-    Each rank trains its own values of local layers, through which only its own samples pass, by their share of the
-    gradient over the whole batch. Use it with ``model.fit`` or in a loop of your own. ``hvdtrain.broadcast`` makes
-    local layers equal too: assign other values after it. A checkpoint holds rank 0's values; save those of other ranks
-    there.
+    Each rank trains its own values of local layers, through which only its own samples pass; their gradients are scaled
+    to its share of the whole batch. Use it with ``model.fit`` or in your own loop. ``hvdtrain.broadcast`` makes local
+    layers equal too: assign other values after it. A checkpoint holds rank 0's values; save those of other ranks there.
 
     Args:
         local_layers: layers, or single variables; they may be built later.
@@ -234,6 +233,6 @@ def gradient_bytes(optimizer: keras.optimizers.Optimizer, updates: int) -> int:
 
 
 def compression_memories(model: keras.Model) -> list[CompressionMemory]:
-    """What the compressed reductions of a model's optimizers keep, in order."""
+    """The compression memories of a model's optimizers, in order."""
     memories = [pipeline.reduce.memory for _, pipeline in pipelines_of(model)]
     return [memory for memory in memories if memory is not None]

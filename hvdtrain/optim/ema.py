@@ -61,8 +61,8 @@ def require_whole_ema(model: keras.Model, callbacks: Sequence[keras.callbacks.Ca
 def with_ramped_momentum(optimizer: Any, average: Callable[..., None]) -> Callable[..., None]:
     """An update of the EMA whose momentum is the smaller of its final value and ``(1 + n) / (10 + n)`` after n updates.
 
-    The EMA of a short run is then not dominated by its first steps. As ``tf.train.ExponentialMovingAverage`` with
-    ``num_updates``.
+    The EMA of a short run is then not dominated by its first steps. The same as ``tf.train.ExponentialMovingAverage``
+    with ``num_updates``.
     """
 
     def update(*arguments: Any) -> None:
@@ -117,6 +117,6 @@ def moving_average_per_update(optimizer: Any) -> Callable[..., None]:
 
 
 def _own_value(variable: keras.Variable, average: keras.Variable) -> tf.Tensor:
-    """The value of a variable, or this rank's part of it if the average is that of the part."""
+    """The value of a variable, or this rank's part of it if the average is of that part."""
     part = part_of(average)
     return variable.value.read_value() if part is None else part.of(variable.value)

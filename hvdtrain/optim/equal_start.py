@@ -1,4 +1,4 @@
-"""What a distributed optimizer checks at its first reduction: replicas are equal."""
+"""Checks at a distributed optimizer's first reduction that replicas are equal."""
 
 from collections.abc import Callable, Sequence
 

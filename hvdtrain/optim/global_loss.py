@@ -1,8 +1,8 @@
-"""The loss of the whole batch from the losses of ranks, where each divides by a count of its own.
+"""Computes the loss of the whole batch from the losses of ranks that each divide by their own count.
 
 Under a mask, with ``ignore_class`` or with ``reduction="mean_with_sample_weight"``, a Keras loss is a sum over the
 samples of a batch divided by the number of unmasked positions or by the sum of weights. One process divides by the
-count of the whole batch; the mean over ranks of such losses is another number. Each rank's loss is therefore multiplied
+count of the whole batch; the mean over ranks of such losses differs from that. Each rank's loss is therefore multiplied
 by its share of the count of all ranks, which are summed in the forward pass.
 """
 
@@ -42,7 +42,7 @@ class LossScope:
     sums_gradients: bool = False
     """Whether gradients are added up over ranks instead of averaged."""
     excluded_by: Sequence[Option] = ()
-    """The options because of which ranks cannot communicate in the forward pass."""
+    """The options that keep ranks from communicating in the forward pass."""
 
 
 class UncompilableLossError(UsageError):
@@ -173,16 +173,16 @@ def _share_of_count(count: tf.Tensor, scope: LossScope) -> tf.Tensor:
 
 
 def _unique_name(prefix: str) -> str:
-    """The name of a reduction: the same on every rank, and another one for each loss of a compiled step."""
+    """The name of a reduction: the same on every rank, and a different one for each loss of a compiled step."""
     return prefix if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name(prefix)
 
 
 def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Tensor, scope: LossScope) -> tf.Tensor:
     """Checks in the first steps that a loss which returns one number for a batch averages over its samples.
 
-    A user's function may divide by a count of its own, or compare samples of a batch with each other. Neither can be
-    seen from the number, but the mean of the losses of two halves of the batch is then another one. On the samples of
-    some ranks it may be the same by chance: all ranks raise if one of them does, or those would wait for it.
+    A user's function may divide by its own count, or compare samples of a batch with each other. The number does not
+    show this, but it then differs from the mean of the losses of two halves of the batch. It may be equal by chance on
+    some ranks: if one rank raises, all do, because the others would wait for it.
     """
     # Kept on the loss: TensorFlow traces a step several times, and allows new variables in the first trace only.
     if "hvdtrain_checks_left" not in vars(loss):

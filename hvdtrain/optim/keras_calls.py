@@ -1,11 +1,10 @@
 """Where Keras calls hvdtrain. From top to bottom, this is what happens in the training step of a micro-batch:
 
 1. ``BatchNormalization._moments``: synchronized layers compute mean and variance over the samples of all ranks.
-2. ``Loss.__call__``, within ``train_step``: losses that divide by another count than that of the samples are combined
-   over ranks. ``_compute_loss``, of Keras' own ``train_step``: their sum must be one number.
-3. ``_aggregate_additional_loss``: with ``op="sum"`` each rank adds its share of the regularization losses.
-4. ``scale_loss``: the stage ``weigh``. The backward pass follows.
-5. ``apply`` of the optimizer: the stage ``mark``.
+2. ``Loss.__call__``, within ``train_step``: losses that divide by something other than the number of samples are
+combined over ranks. ``_compute_loss``, of Keras' own ``train_step``: their sum must be one number. 3.
+``_aggregate_additional_loss``: with ``op="sum"`` each rank adds its share of the regularization losses. 4.
+``scale_loss``: the stage ``weigh``. The backward pass follows. 5. ``apply`` of the optimizer: the stage ``mark``.
 6. ``LossScaleOptimizer.check_finite``: all ranks agree on whether a gradient has overflowed.
 7. ``_clip_gradients``: the stages ``start`` to ``clip``.
 8. ``_apply_weight_decay``, ``_backend_update_step``, ``_update_model_variables_moving_average``: the stages ``decay``,
@@ -161,7 +160,7 @@ def run_train_step(
 
     Args:
         sample_weight: returns the weight by which the loss is multiplied; None if all ranks have the same.
-        excluded_by: the options because of which ranks cannot communicate in the forward pass.
+        excluded_by: the options that keep ranks from communicating in the forward pass.
     """
     pipeline = next((pipeline for _, pipeline in pipelines_of(model)), None)
     if pipeline is None:
@@ -182,7 +181,7 @@ _apply_here = keras.optimizers.Optimizer.apply
 
 
 def _apply_if_distributed(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-    """An optimizer that averages nothing would train every rank alone: Horovod's own, or one that was not wrapped."""
+    """Refuses an optimizer that would train every rank alone: Horovod's own, or one that was not wrapped."""
     if is_horovods_own(self):
         raise UsageError(
             "Horovod's own DistributedOptimizer averages nothing under Keras 3, which never calls the methods that it "
@@ -231,7 +230,8 @@ def observe_updates(metric: keras.Metric, observe: Callable[..., None]) -> None:
 
 @contextlib.contextmanager
 def recorded_results(model: keras.Model) -> Iterator[list[tuple[keras.Metric, str | None, Any]]]:
-    """Collects the results of the model's metrics that are computed in the block; several of one by their names."""
+    """Collects the results of the model's metrics that are computed in the block; several results of a metric by
+    name."""
     recorded: list[tuple[keras.Metric, str | None, Any]] = []
 
     def recording(metric: keras.Metric) -> Callable[[], Any]:
@@ -271,7 +271,8 @@ def _replace(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], 
 
 
 def call_weigh_and_mark(optimizer: Any) -> None:
-    """Makes an optimizer that ``train_step`` applies call these stages; it may be a wrapper. Again, it does nothing."""
+    """Makes an optimizer that ``train_step`` applies call these stages; it may be a wrapper. A second call does
+    nothing."""
     if "hvdtrain_marks" in vars(optimizer):
         return
     vars(optimizer)["hvdtrain_marks"] = True
@@ -379,7 +380,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
 
 @contextlib.contextmanager
 def _overwriting_once_per_step(optimizer: Any) -> Iterator[None]:
-    """In the block the EMA overwrites the weights only after a step's last micro-batch; Keras: after each."""
+    """In the block the EMA overwrites the weights only after a step's last micro-batch; in Keras, after each one."""
     if not optimizer.gradient_accumulation_steps:
         yield
         return

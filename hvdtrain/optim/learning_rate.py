@@ -77,7 +77,7 @@ def follow_steps(optimizer: keras.optimizers.Optimizer, step: tf.Variable) -> Ca
         step: the number of steps made, int64.
 
     Returns:
-        What makes it follow the updates again.
+        A function that makes it follow the updates again.
     """
     schedule = keras_internals.LEARNING_RATE.of(optimizer)
     if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

@@ -20,7 +20,7 @@ def overflowed_steps(optimizer: keras.optimizers.Optimizer, steps: int) -> int:
 
 
 def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int, *, rank: int | None = None) -> None:
-    """Distinguishes a NaN from an overflow: at so small a scale nothing overflows.
+    """Distinguishes a NaN from an overflow: at such a small scale nothing overflows.
 
     Args:
         rank: the rank of this scale; None if it is the same on every rank.

@@ -24,7 +24,7 @@ Variables = Sequence[keras.Variable]
 
 
 class Check(Protocol):
-    """Decides about a step by its reduced gradients, on every rank alike."""
+    """Decides from the reduced gradients whether a step is made, the same on every rank."""
 
     applies: tf.Variable | None
     """If not None: whether the variables are updated. A check without it raises instead."""
@@ -157,7 +157,7 @@ def pipelines_of(model: keras.Model) -> Pipelines:
 
 
 def require_pipelines(model: keras.Model) -> Pipelines:
-    """The same, at least one.
+    """The same pipelines; there must be at least one.
 
     Raises:
         UsageError: no optimizer of the model is distributed.

@@ -27,7 +27,7 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer whose state cannot be divided.
 
     Raises:
-        UsageError: it is not known to update each element of a variable by itself, or it has a state already.
+        UsageError: it is not known to update each element of a variable independently, or it has state already.
     """
     if type(optimizer) not in _ELEMENTWISE:
         names = ", ".join(each.__name__ for each in _ELEMENTWISE)
@@ -119,7 +119,7 @@ class ShardedUpdates:
         (squared,) = self._reduction.sum_over_ranks([squared], "clip")
         if not self._optimizer.clipnorm:
             squared = tf.fill([len(gradients)], tf.reduce_sum(squared))
-        # Of a norm that is not finite, neither is the factor.
+        # A non-finite norm yields a non-finite factor.
         factors = tf.unstack(limit / tf.maximum(tf.sqrt(squared), limit))
         return [each * tf.cast(factor, each.dtype) for each, factor in zip(gradients, factors, strict=True)]
 
@@ -167,10 +167,10 @@ class ShardedUpdates:
 
 def _free(variable: keras.Variable) -> None:
     """Frees the memory of a variable until it is next set."""
-    # TensorFlow refuses another shape unless it learns of it when the operation runs.
+    # TensorFlow refuses a different shape unless the shape is known only when the operation runs.
     _set(variable, tf.compat.v1.placeholder_with_default(tf.zeros([0], variable.value.dtype), [None]))
 
 
 def _set(variable: keras.Variable, value: tf.Tensor) -> None:
-    """Assigns a value, whatever the shape of the one before."""
+    """Assigns a value of any shape."""
     tf.raw_ops.AssignVariableOp(resource=variable.value.handle, value=value)

@@ -1,4 +1,4 @@
-"""The stage of a gradient's path that communicates: from this rank's gradients of a step to those of all ranks."""
+"""The communicating stage of the pipeline: reduces the gradients of a step over all ranks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class StepReduction:
     config: ReductionConfig
     collectives: Collectives
     reducer: GradientReducer
-    """What sends them."""
+    """Sends them."""
     compression: Compression | None = None
     local_variables: Callable[[], Sequence[keras.Variable]] = list
     """Returns the variables whose gradients are not reduced: each rank trains its own."""
@@ -60,7 +60,7 @@ class StepReduction:
 
     @property
     def memory(self) -> CompressionMemory | None:
-        """What a compression keeps from step to step; None without one."""
+        """The state that a compression keeps from step to step; None without compression."""
         return self.reducer.memory if isinstance(self.reducer, CompressedReducer) else None
 
     @property

@@ -1,1 +1,1 @@
-"""What hvdtrain uses of Keras and TensorFlow that they do not document: each name once, and whether it still holds."""
+"""Undocumented names of Keras, TensorFlow and Horovod that hvdtrain uses: each is written once, and checked."""

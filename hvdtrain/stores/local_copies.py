@@ -1,4 +1,4 @@
-"""Local folders that hold copies of what an object store has: those of readers, and those set aside."""
+"""Local copies of object stores: those of readers, and those set aside."""
 
 import tempfile
 from collections.abc import Container, Iterator
@@ -14,7 +14,7 @@ from hvdtrain.system.atomic_files import remove
 
 @contextmanager
 def reading_folder() -> Iterator[Path]:
-    """A folder for what a reader downloads, deleted at the end; those of readers that were killed are deleted too.
+    """A folder for what a reader downloads, deleted at the end; folders of readers that were killed are deleted too.
 
     Raises:
         DataError: the cache folder cannot be written.
@@ -42,7 +42,7 @@ def set_aside(folder: Path, *, but: Container[str] = ()) -> Path:
     """Moves a local copy that the store's content replaces to another folder, which keeps the latest such copy.
 
     Args:
-        but: the names of what stays.
+        but: the names of files that stay.
     """
     target = folder.with_name(f"{folder.name}.aside")
     remove(target)

@@ -17,14 +17,14 @@ class Stat(NamedTuple):
 
     size: int
     version: str
-    """Another one for another content: an etag, or the time of the last change."""
+    """Changes with the content: an etag, or the time of the last change."""
 
 
 class Store:
     """A folder in an object store. Each method is one request, or one for each file.
 
-    Stores have neither renames nor folders that appear at once. What hvdtrain relies on is that a single file is
-    there completely or not at all, which S3, Google and Azure guarantee. All methods raise StoreError, an OSError.
+    Stores have neither renames nor folders that appear at once. What hvdtrain relies on is that a single file appears
+    completely or not at all, which S3, Google and Azure guarantee. All methods raise StoreError, an OSError.
 
     Raises:
         UsageError: the URL names no place, or a package is missing.

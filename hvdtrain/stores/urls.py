@@ -30,7 +30,7 @@ def require_usable(what: str, url: str) -> None:
         what: the option or argument, for the message.
 
     Raises:
-        UsageError: it is not, or they are not.
+        UsageError: the URL is incomplete, or a package is missing.
     """
     protocol, _ = parts_of(url, what)
     try:

@@ -1,4 +1,4 @@
-"""A function that runs on a thread of its own, and one that has been called at once, behind the same interface."""
+"""A function that runs on another thread, and one that was called immediately, behind the same interface."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class ImmediateTask(Generic[T]):
-    """The result of a function that is called at once."""
+    """The result of a function that is called immediately."""
 
     is_done = True
 
@@ -24,7 +24,7 @@ class ImmediateTask(Generic[T]):
 
 
 class BackgroundTask(Generic[T]):
-    """Runs a function on another thread from now on; its error is raised by :meth:`result`."""
+    """Starts a function on another thread; its error is raised by :meth:`result`."""
 
     def __init__(self, function: Callable[[], T], name: str):
         self._function = function

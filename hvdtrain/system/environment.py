@@ -115,7 +115,7 @@ def set_gloo_timeout_of_restarts(ranks: int) -> None:
     """Limits how long Gloo waits for a rank in an elastic job; call it before Horovod starts again.
 
     A collective that begins while its connections are cut may miss that (Gloo waits for an event that has happened).
-    A rank that is suspended for longer costs the others another generation, and no result.
+    A rank that is suspended for longer costs the others another generation, but changes no result.
     """
     # Each rank reads the address of every other one: to serve 48 ranks took the coordinator 3.6 s of CPU time.
     os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(max(3, math.ceil(ranks / 4)))
@@ -133,12 +133,13 @@ def elastic_job() -> tuple[str, str] | None:
 
 
 def elastic_token() -> str | None:
-    """The token of an elastic job, if it was chosen by whoever starts the job."""
+    """The token of an elastic job, if it was set when the job was started."""
     return os.environ.get("HVDTRAIN_ELASTIC_TOKEN")
 
 
 def elastic_variables(endpoint: str, token: str, worker: int) -> dict[str, str]:
-    """What makes a process one of an elastic job, whose coordinator listens at ``endpoint``, ``host:port``."""
+    """The variables that make a process a member of an elastic job, whose coordinator listens at ``endpoint``,
+    ``host:port``."""
     return {"HVDTRAIN_ELASTIC": endpoint, "HVDTRAIN_ELASTIC_TOKEN": token, "HVDTRAIN_ELASTIC_WORKER": str(worker)}
 
 
@@ -149,7 +150,7 @@ def elastic_worker() -> int | None:
 
 
 def join_elastic_job(endpoint: str) -> None:
-    """Makes this process one of an elastic job."""
+    """Makes this process a member of an elastic job."""
     os.environ["HVDTRAIN_ELASTIC"] = endpoint
 
 

@@ -39,7 +39,7 @@ def network_to(name: str) -> str | None:
 
 
 def address_towards(name: str) -> str | None:
-    """This host's address on the way to another host; None if there is no way."""
+    """This host's address on the route to another host; None if there is no route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((name, 9))  # sends no packet

@@ -17,7 +17,7 @@ from hvdtrain.system.json_files import read_object
 
 
 def note_exit_code(code: int) -> None:
-    """Reports the documented exit code of the job, which its launcher may replace by another one.
+    """Reports the documented exit code of the job, which its launcher may replace with another one.
 
     The first code is kept unless it is 1: a rank may exit with 1 because another one has failed.
     """

@@ -1,4 +1,4 @@
-"""What a person sees of this process: whether stdout is a terminal, and lines on stderr."""
+"""Terminal output of this process: whether stdout is a terminal, and lines on stderr."""
 
 import contextlib
 import os

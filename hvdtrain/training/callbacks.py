@@ -61,7 +61,7 @@ class RankCallbacks:
         self.swap_averaged_weights = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)
 
     def rank_changed(self) -> None:
-        """Call it when this process has become another rank: on rank 0, writers begin to run, and continue their files.
+        """Call it when this process's rank has changed: on rank 0, writers begin to run, and continue their files.
 
         Those that run already continue: each is called at the end of what it has begun.
         """

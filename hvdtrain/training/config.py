@@ -78,7 +78,7 @@ class QuorumConfig(Config):
     step_grace: float = 0.25
     """Once a quorum is ready, wait for ranks that still compute for this fraction of the step so far."""
     max_missed_updates: int = 16
-    """Wait for a rank that has missed so many updates in a row. It keeps these in memory, each as large as the
+    """Wait for a rank that has missed this many updates in a row. It keeps these in memory, each as large as the
     gradients."""
     record: str | None = None
     """File in which rank 0 records who contributed to each update."""
@@ -112,7 +112,7 @@ class StepConfig(Config):
     batch_size: int = 32
     """Samples per rank and micro-batch, unless the task has its own."""
     global_batch_size: int | None = None
-    """Samples per micro-batch of all ranks together, divided among however many there are; replaces --batch-size in
+    """Samples per micro-batch of all ranks together, divided among them whatever their number; replaces --batch-size in
     training. It need not be a multiple of their number."""
     rescale: bool = False
     """Let the global batch grow and shrink with the number of ranks of an elastic or resumed run, instead of keeping

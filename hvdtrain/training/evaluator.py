@@ -1,4 +1,4 @@
-"""Loss and metrics over all evaluation samples, shared out over the ranks."""
+"""Loss and metrics over all evaluation samples, which are divided among the ranks."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ class Evaluator:
 
     Args:
         uses_ema: evaluate with the EMA of the weights in place of the weights.
-        synchronized: the context in which the model is that of all ranks together.
+        synchronized: a context in which the model holds synchronized values.
         job_watch: receives heartbeats; an evaluation is cut short if the job has to stop.
     """
 

@@ -1,4 +1,4 @@
-"""The checks of a step's reduced gradients: they are measured, and a step whose gradient is not finite is not made."""
+"""Checks of a step's reduced gradients: measures them, and prevents the update if one is not finite."""
 
 from collections.abc import Sequence
 
@@ -85,7 +85,7 @@ class HostCheck:
 class DeviceCheck:
     """Checks the gradients of a step that XLA compiles as a whole, without the host: see :meth:`keeps_update`.
 
-    XLA leaves out assertions, and a branch waits until the host has read its condition.
+    XLA removes assertions, and a branch waits until the host has read its condition.
     """
 
     applies: tf.Variable | None = None
@@ -97,7 +97,7 @@ class DeviceCheck:
         self._passed = tf.Variable(True, trainable=False)
         """While a step runs: whether its gradients are finite."""
         self.halted_at = tf.Variable(0, dtype=tf.int64, trainable=False)
-        """With ``on_nan='stop'``: the step from which on nothing is updated; 0: none so far."""
+        """With ``on_nan='stop'``: the first step that updates nothing; 0: none so far."""
 
     def begin(self) -> None:
         """Call it at the beginning of the cluster: a loss scale may skip the check."""
@@ -154,7 +154,7 @@ def _record_compression_error(record: GradientRecord, reduced: ReducedGradients)
 
 
 def _with_sums(reduced: ReducedGradients) -> list[tf.Tensor]:
-    """The buckets as sent, up to ``_HELD_BYTES`` together, and of others the sums.
+    """The buckets as sent, up to ``_HELD_BYTES`` together, and the sums of the others.
 
     Gradients are no longer needed once they are sent. Kept for the search for NaN, those of a large model would take
     as much memory as the model.

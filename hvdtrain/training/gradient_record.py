@@ -1,4 +1,4 @@
-"""What the checks of a run's steps have found in its gradients, for logs and errors."""
+"""Records norms and non-finite values of a run's gradients, for logs and errors."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class GradientRecord:
     """Norms, histogram data, compression errors and non-finite gradients; methods that record are called while traced.
 
     Args:
-        num_optimizers: of the model.
+        num_optimizers: the number of optimizers of the model.
         copy_every: steps between copies of the averaged gradients, for histograms; 0: none.
         compression_error_every: steps between measurements of the compression error; 0: none.
     """

@@ -31,7 +31,7 @@ def gradients_of_step(
         run: runs the ``train_step``.
         data: as ``train_step`` takes it.
         read: called at the end, to return a tensor of the step.
-        option: what needs the gradients apart from the update, for errors.
+        option: the option that needs this, for errors.
         jit_compile: whether XLA compiles it.
 
     Returns:

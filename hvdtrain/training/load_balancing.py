@@ -18,7 +18,7 @@ _MIN_GAIN = 0.05
 
 
 def rebalanced(sizes: Sequence[int], seconds: Sequence[float], most: int) -> tuple[int, ...]:
-    """The batch sizes with which ranks would take equally long, or the same ones if that gains less than 5 %.
+    """The batch sizes with which ranks would take equally long, or the current ones if that gains less than 5 %.
 
     Args:
         sizes: samples of each rank in a micro-batch; at least 1.
@@ -32,14 +32,14 @@ def rebalanced(sizes: Sequence[int], seconds: Sequence[float], most: int) -> tup
 
 
 class LoadBalancer:
-    """Assigns the samples of each global batch to ranks, from how long they took for the steps before.
+    """Assigns the samples of each global batch to ranks, from how long they took for the previous steps.
 
     The global batch stays the same, and each rank's loss is weighted by its number of samples: the updates are those
     of one process, whatever the assignment.
 
     Args:
         feed: this rank's micro-batches, whose plan is changed.
-        ranks_may_change: those of an elastic job; a newcomer is alone until it joins the others.
+        ranks_may_change: whether the job is elastic; a newcomer is alone until it joins the others.
     """
 
     def __init__(self, config: BalanceConfig, feed: TrainingFeed, times: TimeShares, *, ranks_may_change: bool = False):
@@ -99,13 +99,13 @@ class LoadBalancer:
         return max(limit, equal_share) if self._ranks_may_change else limit
 
     def restart(self, rank: int) -> None:
-        """Divides samples equally: others train together from now on, who may be other ranks than before."""
+        """Resets to equal shares after a membership change."""
         if self._has_shares and rank == 0:
             report(0, f"{option('shares')} was for the ranks before; from now on, samples are divided equally")
         self._has_shares = False
 
     def gauges(self) -> dict[str, float]:
-        """What a log line says of the assignment."""
+        """The assignment's part of a log line."""
         sizes = self.rank_batch_sizes
         return {"smallest_batch": min(sizes), "largest_batch": max(sizes)} if self._config.is_active else {}
 
@@ -120,7 +120,7 @@ class LoadBalancer:
         return {"rank_batch_sizes": list(self.rank_batch_sizes), "changes": self._num_changes}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state` returned; on another number of ranks the assignment begins anew."""
+        """Restores what :meth:`state` returned; with a different number of ranks, shares start out equal."""
         sizes = tuple(state["rank_batch_sizes"])
         if self._config.balance and len(sizes) == self._feed.plan.size:
             self._feed.set_rank_batch_sizes(sizes)

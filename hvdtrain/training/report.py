@@ -162,5 +162,5 @@ def console_of_rank(rank: int, config: LoggingConfig) -> Reporter:
     if rank != 0:
         return Reporter()
     is_set = config.log_every != default_of(LoggingConfig, "log_every")
-    # A console that nobody reads any more does not end the training.
+    # A console that is no longer read does not end the training.
     return CompositeReporter([console_reporter(stdout_is_terminal(), prints_every_line=is_set)])

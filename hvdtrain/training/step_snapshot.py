@@ -1,4 +1,4 @@
-"""What a step changes before its gradients are reduced, so that a step can be repeated with other ranks."""
+"""Copies what a step changes before its gradients are reduced, so that the step can be repeated with other ranks."""
 
 import keras
 import tensorflow as tf

@@ -12,7 +12,7 @@ from hvdtrain.system import devices
 from hvdtrain.training.stragglers import REMEDIES, remedy
 
 _CAPACITY = 1024
-"""Steps that are kept between two calls of drain(); of more, the latest."""
+"""The most steps that are kept between two calls of drain(): the latest ones."""
 EXCHANGE_EVERY = _CAPACITY // 2
 """Steps between two exchanges of step times over ranks."""
 
@@ -44,7 +44,7 @@ class StepTimes:
     communication, which is not hidden behind the backward pass, including the wait for stragglers.
 
     Args:
-        micro_batches_per_step: as the optimizer accumulates.
+        micro_batches_per_step: the optimizer's ``gradient_accumulation_steps``.
     """
 
     def __init__(self, micro_batches_per_step: int):

@@ -24,7 +24,7 @@ _MAX_STEPS = 2000
 
 
 def possible_remedies(config: StepConfig, reduction: ReductionConfig, *, ranks_may_change: bool) -> list[str]:
-    """Those of :data:`REMEDIES` that a run in sync mode with equal parts could have used with its other options.
+    """The :data:`REMEDIES` that a run in sync mode with equal parts could have used with its other options.
 
     Args:
         ranks_may_change: whether the job is elastic.
@@ -41,7 +41,7 @@ def possible_remedies(config: StepConfig, reduction: ReductionConfig, *, ranks_m
 
 
 def remedy(ready: np.ndarray, possible: Collection[str] = REMEDIES) -> dict[str, Any] | None:
-    """The option with which sync mode would make most samples per second, and its estimated gain.
+    """The option with which sync mode would process the most samples per second, and its estimated gain.
 
     Args:
         ready: seconds until a rank has the gradients of a step; shape ``[ranks, steps]``, at least 2 ranks.

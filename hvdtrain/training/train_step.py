@@ -161,7 +161,7 @@ class TrainStep:
         return self._sample_weight
 
     def train_over(self, collectives: Collectives) -> None:
-        """Reduces over other ranks from now on, whose samples all have the same weight, however many a rank has."""
+        """Reduces over other ranks from now on; all samples have the same weight, however many a rank has."""
         self._weights = dataclasses.replace(self._weights, loss_sums=True)
         self._divides_by_weight = False
         self.use_pipelines(

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Every so many steps, counted from ``phase``."""
+    """A fixed interval in steps, offset by ``phase``."""
 
     steps: int
     phase: int = 0
 
     def times_due(self, step: int) -> int:
-        """How often something was due up to a step, but for a constant."""
+        """Number of firings up to a step, up to a constant offset."""
         return (step - self.phase) // self.steps
 
     def next_due(self, step: int) -> int:
@@ -23,10 +23,10 @@ class Triggers:
     """What is due every N steps.
 
     Args:
-        total_steps: of the run.
+        total_steps: the number of steps of the run.
         marks: steps after which a compiled call has to end.
         intervals: further intervals at which a compiled call has to end.
-        loose: what is due at the end of the first call after its interval, instead of ending a call there.
+        loose: things that are due at the end of the first call after their interval, instead of ending a call there.
         every: the interval of each thing, or its number of steps; 0: never.
     """
 

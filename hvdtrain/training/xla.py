@@ -51,10 +51,10 @@ def compiles_update(model: keras.Model, config: StepConfig) -> bool:
 
 
 def pipelines_on_device(pipelines: Pipelines, check: Check) -> Pipelines:
-    """What happens to gradients in a step that XLA compiles as a whole: nothing is reduced, and the host asks nothing.
+    """What happens to gradients in a step that XLA compiles as a whole: nothing is reduced, and the host reads nothing.
 
-    Sparse gradients become dense there: their rows would have to be made unique first, and XLA knows no operation whose
-    result has a size of its own. If that takes much memory, tracing the step raises LargeSparseGradientError.
+    Sparse gradients become dense there: their rows would have to be made unique first, and XLA has no operations whose
+    results are of dynamic size. If that takes much memory, tracing the step raises LargeSparseGradientError.
     """
     return [
         (

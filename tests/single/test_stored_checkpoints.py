@@ -166,7 +166,9 @@ def test_two_jobs_do_not_write_to_one_url(s3_url, cache):
     other = checkpointer(url, make())
     assert other.restore().step == 1
     files = Store(url).files()
-    with pytest.raises(JobError, match=rf"another job writes to {url} since .*, on host .*use another folder"):
+    with pytest.raises(
+        JobError, match=rf"another job has been writing to {url} since .*, on host .*use another folder"
+    ):
         save(saver, model, 2)
     assert Store(url).files() == files
     assert json.loads(Store(url).read("writer.json"))["host"]

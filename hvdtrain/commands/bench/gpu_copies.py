@@ -14,7 +14,7 @@ _TIMES = 20
 
 
 def measure(runner: StepRunner) -> dict[str, dict[str, float]] | None:
-    """Bytes and median seconds of either copy, on this rank; None without a GPU.
+    """Bytes and median seconds of each copy, on this rank; None without a GPU.
 
     Gradients stay on the GPU if NCCL reduces them.
     """

@@ -65,7 +65,7 @@ class _TimingCollectives(SingleProcessCollectives):
 
 
 def measure(config: BenchConfig, task: Task, data: Data, session: Session) -> list[tuple[int, float]]:
-    """For each bucket its bytes, and after which fraction of a step without communication it is ready (median)."""
+    """For each bucket, its bytes and the fraction of a step without communication after which it is ready (median)."""
     collectives = _TimingCollectives(make_compression(config.reduction.compression))
     single_steps = dataclasses.replace(config, training=dataclasses.replace(config.training, steps_per_execution=1))
     runner = make_runner(single_steps, task, data, session, collectives, mode="sync")

@@ -15,7 +15,7 @@ FUSION_BYTES = 128 << 20
 """Horovod fuses buckets that are ready at the same time into allreduces of at most this size."""
 SMALL_BYTES = 64 << 10
 """As in launch/open_mpi_allreduce.rules."""
-# At most a tenth of the times, and at most so many, are the tail. A larger one would mix rare, much longer steps with
+# The tail is at most a tenth of the times, and at most this many. A larger one would mix rare, much longer steps with
 # common ones.
 _TAIL, _TAIL_STEPS = 0.1, 20
 _DRAWS = 4000

@@ -61,7 +61,7 @@ def find_versions() -> list[Finding]:
 
 
 def find_keras_internals() -> list[Finding]:
-    """Checks that Keras has what hvdtrain uses of it without it being documented, and calls what hvdtrain replaces."""
+    """Checks that Keras has the undocumented names that hvdtrain uses, and calls what hvdtrain replaces."""
     tensorflow_start.import_tensorflow()
     from hvdtrain.seams import check, keras_internals
 
@@ -100,7 +100,7 @@ def find_horovod() -> list[Finding]:
 
 
 def find_gpus(num_gpus: int, hardware: nvidia.Hardware, *, has_nccl: bool) -> list[Finding]:
-    """Compares the GPUs that TensorFlow sees with those of this host, and tells how gradients travel between them."""
+    """Compares the GPUs that TensorFlow sees with those of this host, and reports how gradients travel between them."""
     if num_gpus:
         path = "reduced on the GPU, by NCCL"
         if not has_nccl:

@@ -17,7 +17,7 @@ class ClosingRule:
     grace: float = 0.0
     """Once a quorum is ready, how long to wait for ranks that still compute, relative to how long it has taken."""
     deadline_s: float | None = None
-    """Seconds after the first of the ranks that are ready has begun, after which one suffices."""
+    """Seconds after the first of the ready ranks has begun, after which one rank suffices."""
 
     @classmethod
     def exactly(cls, ranks: Sequence[int]) -> "ClosingRule":

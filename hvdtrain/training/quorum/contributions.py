@@ -22,7 +22,7 @@ class ContributionFile:
         """Continues after this many updates; what the file holds of later ones is dropped.
 
         Raises:
-            UsageError: the file does not hold so many, or not of this number of ranks.
+            UsageError: the file holds fewer, or is of a different number of ranks.
         """
         if updates:
             found = len(read_contributions(str(self._path), self._num_ranks))
@@ -60,10 +60,10 @@ class ContributionFile:
 def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
     """The contributors of each update in a file of :class:`ContributionFile`.
 
-    A last line without its end, as a killed run may leave it, is ignored.
+    An incomplete last line, as a killed run may leave, is ignored.
 
     Raises:
-        UsageError: it cannot be read, or is not one of this number of ranks.
+        UsageError: it cannot be read, or is of a different number of ranks.
     """
     try:
         head, *lines, _ = Path(path).read_text("utf-8").split("\n")
@@ -78,6 +78,7 @@ def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
         raise UsageError(f"contributions must be lists of ranks below {ranks}. Received: others in {path}")
     if ranks != num_ranks:
         raise UsageError(
-            f"contributions must be those of as many ranks. Received: {path}, of {ranks} ranks, on {num_ranks}."
+            "contributions must be of a run with the same number of ranks. Received: "
+            f"{path}, of {ranks} ranks, on {num_ranks}."
         )
     return found

@@ -35,13 +35,13 @@ class ClosedUpdate:
 
 
 class GradientExchange:
-    """Sums up the gradients of the ranks that are ready, update by update, on a thread of its own.
+    """Sums up the gradients of the ranks that are ready, update by update, on a separate thread.
 
     The methods are for the main thread.
 
     Args:
         channel: connects rank 0 to all other ranks; it is closed with the exchange.
-        zeros: what a rank sends that does not contribute.
+        zeros: what a rank that does not contribute sends.
         first_update: the number of the first update, the same on every rank.
     """
 

@@ -18,7 +18,7 @@ _Key = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _DealtPlan(SamplePlan):
-    """One rank's micro-batches in an epoch whose rest was dealt anew."""
+    """One rank's micro-batches in an epoch whose rest was redistributed."""
 
     positions: np.ndarray
     starts: np.ndarray
@@ -49,7 +49,7 @@ class QuorumFeed(TrainingFeed):
         self._kept: tuple[_Key, Any] | None = None
 
     def start(self, micro_batch: int) -> None:
-        """Does nothing: reading starts at the first micro-batch that is asked for."""
+        """Does nothing: reading starts at the first micro-batch that is requested."""
 
     def batch(self, shares: EpochShares, micro_batch: MicroBatch) -> Any:
         """The data of this rank's next micro-batch, as ``train_step`` takes it.
@@ -82,7 +82,7 @@ class QuorumFeed(TrainingFeed):
         self._read(dealt, micro_batch.epoch * len(starts) + micro_batch.index)
 
     def _read(self, plan: SamplePlan, first_micro_batch: int) -> None:
-        # Its Python functions live as long as it does.
+        # Keeps the dataset's Python functions alive.
         self._dataset = self._prefetched(training_dataset(self._source, plan, first_micro_batch=first_micro_batch))
         self.iterator = iter(self._dataset)
 

@@ -42,7 +42,7 @@ class QuorumLedger:
 
     @property
     def step(self) -> int:
-        """Progress: the end of the epoch less the steps that what is left of it would take with full batches.
+        """Step number: the end of the epoch minus the full batches that remain in it.
 
         An update advances it by at most 1.
         """
@@ -121,7 +121,8 @@ class QuorumLedger:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state` returned; with another number of ranks, nobody has missed an update yet."""
+        """Restores what :meth:`state` returned; with a different number of ranks, counts of missed updates start at
+        0."""
         self.shares = EpochShares.restored(self._plan, state["shares"])
         self.updates, self.samples = state["updates"], state["samples"]
         self._smallest, self._largest = state["smallest"], state["largest"]

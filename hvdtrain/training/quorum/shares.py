@@ -2,7 +2,7 @@
 
 At first, each rank has the micro-batches that the sample plan assigns to it, so that without stragglers every step has
 the samples of a step in sync mode. A rank that misses a step still has its micro-batch. When a rank has none left, the
-rest of the epoch is dealt anew. Everything follows from who contributed to each step: all ranks compute the same.
+rest of the epoch is redistributed. Everything follows from who contributed to each step: all ranks compute the same.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class MicroBatch:
 
     epoch: int
     deal: int
-    """How often the rest of the epoch had been dealt anew."""
+    """How often the rest of the epoch had been redistributed."""
     index: int
     """Its number among those of this rank in this deal."""
     count: int
@@ -41,7 +41,8 @@ class EpochShares:
         self.samples = 0
         """Samples of this epoch that were trained on."""
         self.positions: np.ndarray | None = None
-        """What was dealt last, as positions in the epoch's order, int64; None: nothing was yet."""
+        """The samples of the last redistribution, as positions in the epoch's order, int64; None: there was none
+        yet."""
         self.sizes: list[int] = []
         """How many of these positions each rank got, in rank order."""
         self._plans = [dataclasses.replace(plan, rank=rank) for rank in range(plan.size)]
@@ -59,7 +60,7 @@ class EpochShares:
 
     @property
     def largest_batch(self) -> int:
-        """The most samples of a micro-batch that is dealt anew: what every rank has in a full step."""
+        """The largest micro-batch after a redistribution: what every rank has in a full step."""
         return min(self._batch_sizes)
 
     @property
@@ -83,7 +84,7 @@ class EpochShares:
         return MicroBatch(self.epoch, self.deal, index, self._bounds(rank, index)[1])
 
     def _bounds(self, rank: int, index: int) -> tuple[int, int]:
-        """Start and count of a micro-batch: of positions dealt anew, or in the epoch's order."""
+        """Start and count of a micro-batch: among the redistributed positions, or in the epoch's order."""
         if self.positions is None:
             part = self._plans[rank].slices(index)[0]
             return part.start, part.count
@@ -103,7 +104,8 @@ class EpochShares:
         return own if self.positions is None else self.positions[own]
 
     def contribute(self, ranks: Collection[int]) -> None:
-        """Counts the next micro-batch of each of these ranks as trained on; deals the rest anew if one runs dry."""
+        """Counts the next micro-batch of each of these ranks as trained on; redistributes the rest when a rank runs
+        out."""
         for rank in ranks:
             self.samples += self._bounds(rank, self._next[rank])[1]
             self._next[rank] += 1
@@ -158,7 +160,7 @@ class EpochShares:
 
     @classmethod
     def restored(cls, plan: SamplePlan, state: Mapping[str, Any]) -> "EpochShares":
-        """What :meth:`state` described; with another number of ranks, the rest of the epoch is dealt anew."""
+        """What :meth:`state` described; with a different number of ranks, the rest of the epoch is redistributed."""
         sizes = tuple(state["batch_sizes"])
         if len(sizes) == plan.size:
             return cls._restored(plan, state)

@@ -1,4 +1,4 @@
-"""Local SGD: each rank makes steps of its own, and parameters are averaged periodically."""
+"""Local SGD: each rank trains its own replica, and parameters are averaged periodically."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -57,7 +57,7 @@ class LocalStrategy(Strategy):
             self._averager.start()
 
     def _step_collectives(self) -> Collectives:
-        """The ranks whose gradients are averaged at every step all the same."""
+        """The ranks whose gradients are still averaged at every step."""
         if self._config.average_across == "host":
             on_host = self._collectives.host_collectives()
             if on_host is self._collectives:
@@ -139,7 +139,7 @@ class LocalStrategy(Strategy):
             self._share_variables(places[rank], source)
         if any(place[:2] != furthest[:2] for place in places):
             self._share_average(places[rank], furthest, source)
-        # The assignment of samples is still that of the ranks of before: each trains on all that was assigned to it.
+        # Samples are still assigned to the previous ranks: each trains on all that was assigned to it.
         while (behind := furthest.step - self._train_step.steps_made) > 0:
             steps = min(behind, self._train_step.max_steps)
             self._make_steps(steps)
@@ -153,7 +153,7 @@ class LocalStrategy(Strategy):
         self._averager.end_round(only_if_due=True)
 
     def _share_variables(self, own: Place, source: int) -> None:
-        """Replaces the variables of newcomers, including what each rank has of its own, such as slots."""
+        """Replaces the variables of newcomers, including per-rank ones such as slots."""
         variables = [*self._model.weights, *optimizer_variables(self._model)]
         kept = [(each, host_tensor(each)) for each in variables] if own.has_state else []
         try:
@@ -163,7 +163,7 @@ class LocalStrategy(Strategy):
                 variable.assign(value)
 
     def _share_average(self, own: Place, furthest: Place, source: int) -> None:
-        """Replaces the replicas of newcomers, and of ranks that miss the last average, by that."""
+        """Replaces the replicas of newcomers, and of ranks that missed the last average, with that average."""
         is_source = self._collectives.rank == source
         state = self._collectives.allgather(self.state() if is_source else None)[source]
         if not own.has_state:

@@ -31,7 +31,7 @@ from hvdtrain.training.strategies.strategy import Strategy, StrategyContext
 
 
 class QuorumStrategy(Strategy):
-    """Makes each update with the micro-batches of those ranks that are ready; the others keep theirs for the next.
+    """Makes each update with the micro-batches of the ranks that are ready; the others keep theirs for the next.
 
     Replicas stay equal: a rank that was late makes the updates that it missed, in order. Only the main thread touches
     variables.

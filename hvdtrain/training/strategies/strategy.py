@@ -31,7 +31,7 @@ class StrategyContext:
 
 
 class Place(NamedTuple):
-    """How far a member of an elastic job has come; the order of these is that of members."""
+    """How far a member of an elastic job has come. Places compare by progress."""
 
     has_state: bool
     rounds: int
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 class Strategy(Protocol):
-    """Makes steps, and knows what the model of all ranks together is."""
+    """Makes steps, and synchronizes the model over ranks."""
 
     mode: str
     """``sync`` or ``local``, for the summary."""
@@ -53,7 +53,7 @@ class Strategy(Protocol):
     in_lockstep: bool
     """Whether ranks make every step together, so that their step times can be compared."""
     ranks_are_independent: bool
-    """Whether each rank has a replica of its own: what one rank finds in its gradients, others may not."""
+    """Whether each rank trains its own replica, so that per-rank results can differ."""
 
     def start(self) -> None:
         """Call it before the first step, when replicas are equal or restored."""
@@ -62,13 +62,13 @@ class Strategy(Protocol):
         """Makes one call of steps, at most ``max_steps``, and counts them."""
 
     def synchronized(self) -> AbstractContextManager[None]:
-        """In the block, the model is that of all ranks together; all ranks must enter it."""
+        """Inside the block, the model holds synchronized values; all ranks must enter it."""
 
     def compare_replicas(self) -> None:
         """Raises DivergenceError if replicas differ that must be equal; all ranks must call it."""
 
     def finish(self) -> None:
-        """Call it after the last step: what is averaged stays."""
+        """Finalizes training after the last step; averaged weights stay in the model."""
 
     @property
     def updates(self) -> int:
@@ -83,7 +83,7 @@ class Strategy(Protocol):
 
     @property
     def averaged(self) -> Averaged | None:
-        """If each rank has a replica of its own: the context in which the model is that of all ranks."""
+        """If each rank trains its own replica: a context in which the model holds averaged values."""
 
     @property
     def bytes_reduced(self) -> int:
@@ -98,7 +98,7 @@ class Strategy(Protocol):
         return {}
 
     def warnings(self) -> list[str]:
-        """What is to be reported since the last call, the same on all ranks. By default, nothing."""
+        """Warnings since the last call, the same on all ranks. By default, none."""
         return []
 
     def summary(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Strategy(Protocol):
         return 0, 0
 
     def end_round(self) -> None:
-        """Averages now what ranks learnt since the last average: some leave. All ranks must call it.
+        """Averages now, because some ranks are leaving. All ranks must call it.
 
         By default, nothing.
         """
@@ -124,17 +124,17 @@ class Strategy(Protocol):
         """Continues with the replica of the member that has come furthest. All ranks must call it.
 
         Args:
-            places: those of all ranks.
+            places: the places of all ranks.
             source: the rank that has come furthest.
-            num_lost: the number of ranks that are not here any more.
+            num_lost: the number of ranks that were lost.
         """
         raise AssertionError(f"the ranks of {type(self).__name__} do not change")
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of all ranks together."""
+        """The state to save in a checkpoint that is common to all ranks."""
 
     def rank_state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of this rank, in addition to its variables."""
+        """The state of this rank to save in a checkpoint, in addition to its variables."""
 
     def restore(self, state: Mapping[str, Any] | None, rank_state: Mapping[str, Any] | None) -> None:
-        """Restores what these returned; ``rank_state`` is None on another number of ranks."""
+        """Restores what these returned; ``rank_state`` is None if the number of ranks has changed."""
