@@ -77,7 +77,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         for hook in _BATCH_HOOKS:
             if any(overrides(each, [hook, hook.replace("_train", "")]) for each in self._own):
                 setattr(self, hook, partial(self._forward, hook))
-        # Of all callbacks, not only this rank's: every rank acts on it.
+        # Considers all callbacks, not only those that run on this rank: all ranks must reduce.
         if any(_may_decide_at_batches(each) for each in callbacks):
             self.on_train_batch_end = self._end_batch
 

@@ -102,7 +102,7 @@ class ModelState:
         return Captured(description, tensors, values)
 
     def _mean(self, value: np.ndarray, *, keep: bool) -> np.ndarray:
-        """The mean over ranks, reduced in bounded pieces; only part of it unless it is to be kept."""
+        """The mean over ranks, reduced in pieces of bounded size; only part of it unless ``keep``."""
         flat = value.reshape(-1)
         wide = np.float64 if value.dtype == np.float64 else np.float32
         mean = np.empty(flat.shape if keep else 0, wide)
@@ -170,7 +170,7 @@ class ModelState:
         self._collectives.broadcast([variable.value for variable in shared])
         for name, variable in restored.items():
             if (part := part_of(variable)) is not None:
-                # One after the other: only one of them is whole in memory.
+                # One after the other, so that only one of them is in memory as a whole.
                 value = tensors[name] if self._collectives.rank == 0 else np.zeros(part.shape, variable.dtype)
                 whole = tf.Variable(value, trainable=False, dtype=variable.dtype)
                 self._collectives.broadcast([whole])
@@ -254,7 +254,7 @@ class ModelState:
         return {_COMPRESSION.format(i, name): v for i, memory in memories for name, v in memory.variables().items()}
 
     def _kept_by_compression(self, description: Mapping[str, Any]) -> dict[str, MemorySlot]:
-        """Where the values of a checkpoint belong, if there is a compression; an older checkpoint has none."""
+        """The destinations of a checkpoint's values, if there is a compression."""
         saved = [each[0] for each in description["own"].get("compression", [])]
         memories = enumerate(compression_memories(self._model))
         slots = {

@@ -56,14 +56,11 @@ class Run:
 
     def curve(self, event: str) -> tuple[list[float], list[float], list[float]]:
         """Steps, seconds and losses of the lines of an event that have a loss."""
-        began_s = next((time for each in self.events if (time := _number(each.get("time"))) is not None), 0.0)
         points = []
         for each in self.events:
-            step, loss, time = (_number(each.get(name)) for name in ("step", "loss", "time"))
+            step, loss, elapsed_s = (_number(each.get(name)) for name in ("step", "loss", "elapsed_seconds"))
             if each.get("event") == event and step is not None and loss is not None:
-                # Lines of earlier versions have no elapsed_seconds.
-                elapsed = _number(each.get("elapsed_seconds", None if time is None else time - began_s))
-                points.append((step, math.nan if elapsed is None else elapsed, loss))
+                points.append((step, math.nan if elapsed_s is None else elapsed_s, loss))
         return [each[0] for each in points], [each[1] for each in points], [each[2] for each in points]
 
     def _last(self, event: str) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class Workers:
             else:
                 pause_s = worker.restart_later(now)
                 where = f" on {worker.host}" if worker.host else ""
-                self._say(f"a process{where} ended with {_describe(code)}; it is started again in {pause_s:g} s")
+                self._say(f"a process{where} ended with {_describe(code)}; restarting it in {pause_s:g} s")
         return None
 
     def kill(self, number: int) -> None:

@@ -192,7 +192,7 @@ class OwnedRunDirectory:
             return None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Raises DataError if the file system refuses."""
+        """Raises DataError if the files cannot be written."""
         self._config = config
         try:
             # The summary of an earlier, shorter run would no longer describe the weights in the folder.
@@ -208,7 +208,7 @@ class OwnedRunDirectory:
             ) from error
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
-        """Raises DataError if the file system refuses."""
+        """Raises DataError if the files cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._config is not None and not (self.path / _CONFIG).exists():  # The folder was deleted meanwhile.

@@ -27,7 +27,7 @@ class RunStore:
 
     Args:
         url: the URL of the run.
-        path: its local copy.
+        path: the local copy.
         but: names of files that exist only in the local folder.
     """
 
@@ -37,7 +37,7 @@ class RunStore:
         self._but = but
         # Sizes and modification times of local files whose content is in the store.
         self._published: dict[str, tuple[int, int]] = {}
-        # What names the job that writes there, when this one last did.
+        # What named the job that writes there, when this one last wrote.
         self._writer: bytes | None = None
 
     def fetch(self) -> None:

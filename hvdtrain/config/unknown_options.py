@@ -3,25 +3,18 @@
 import difflib
 from collections.abc import Iterable
 
-# Names in earlier versions and in other programs.
+# Names in other programs.
 _OTHER_NAMES = {
-    "accumulate": "gradient-accumulation-steps",
-    "adasum": "op",
-    "average-every": "sync-every",
-    "average-schedule": "sync-schedule",
     "bs": "batch-size",
     "decay": "lr-decay",
-    "local-after": "sync-steps-first",
     "log-interval": "log-every",
     "lr": "learning-rate",
     "lr-schedule": "lr-decay",
     "max-steps": "steps",
     "num-epochs": "epochs",
     "num-steps": "steps",
-    "outer-rate": "outer-learning-rate",
     "output-dir": "run-dir",
     "save-every": "checkpoint-every",
-    "steps-per-call": "steps-per-execution",
     "workers": "threads",
 }
 _OF_LAUNCHERS = ("gpus", "np", "nproc", "num-gpus", "num-proc", "num-processes", "ranks")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MANY_FILES = 1000
 _MAX_CHECKS = 10**6
-"""How many files all ranks check together; if they must check fewer, each file is still checked by one."""
+"""The most checks of files by all ranks together, though each file is checked by at least one rank."""
 
 
 class RecordFile(NamedTuple):

@@ -92,7 +92,7 @@ def open_table(files: Sequence[RecordFile], collectives: "Collectives") -> Recor
         table = on_first_rank(lambda: _scan(files), collectives)
     if isinstance(table, RecordTable):
         return table
-    # Hosts may have cache folders of their own.
+    # Each host may have its own cache folder.
     path = _cached(files, table.name)
     _share(path, table, collectives)
     return RecordTable(table, on_every_rank(lambda: np.memmap(path, _OFFSET, "r"), collectives))
@@ -147,7 +147,7 @@ def _scan(files: Sequence[RecordFile]) -> RecordTable | FileTable:
 
 
 def _store(path: Path, table: FileTable) -> None:
-    """Completes what the offsets at a path belong to."""
+    """Writes the facts about the files whose offsets are at a path."""
     with _new_file(_files_of(path)) as file:
         np.savez(
             file,

@@ -74,11 +74,11 @@ class CompressionMemory:
         return {**{f"error_{i}": each for i, each in enumerate(self.errors)}, **self.shared}
 
     def slot(self, name: str) -> "MemorySlot":
-        """The place of a variable, whether it exists yet or not."""
+        """The place of a variable, which need not exist yet."""
         return MemorySlot(self, name)
 
     def restore(self, name: str, value: np.ndarray) -> None:
-        """Restores a variable. Those of another compression are left out: it starts anew."""
+        """Restores a variable. Variables of another compression are ignored."""
         variable = self.variables().get(name)
         if self._shapes is None:
             self._restored[name] = _variable(name, value)
@@ -86,13 +86,13 @@ class CompressionMemory:
             variable.assign(value)
 
     def of_other_ranks(self, name: str, values: Sequence[np.ndarray], ranks: int) -> np.ndarray:
-        """What each of a number of ranks continues with, after the ranks that had these values."""
+        """The value with which each of ``ranks`` ranks continues, from the values of the previous ranks."""
         if not name.startswith("error_"):
             return values[0]  # equal on all ranks
         return np.sum(values, axis=0) / (ranks if self._sums else len(values))
 
     def change_ranks(self, num_ranks: int, *, keeps_errors: bool) -> None:
-        """Continues with another number of ranks.
+        """Continues with a different number of ranks.
 
         Args:
             keeps_errors: False if this rank continues after a step that only other ranks have made; otherwise its

@@ -50,7 +50,7 @@ class Rendezvous:
     def fail(self) -> None:
         """Makes the start of ranks that still wait for others fail at once.
 
-        Horovod would ask a server that is closed for another 1.5 s, but nothing is no address.
+        Horovod would retry a closed server for another 1.5 s; an empty answer, which is not an address, ends the start.
         """
         self._is_over.set()
         with self._changed:

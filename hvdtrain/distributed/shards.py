@@ -26,7 +26,7 @@ class Part:
     """One rank's part of a variable."""
 
     shape: tuple[int, ...]
-    """Of the whole variable."""
+    """The shape of the whole variable."""
     rank: int
     num_ranks: int
 

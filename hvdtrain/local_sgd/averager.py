@@ -299,7 +299,7 @@ class ParameterAverager:
         self.total_staleness_steps = rank_state["late_steps"]
         self.max_staleness_steps = rank_state["most_late_steps"]
         self.bytes_reduced = rank_state["bytes_reduced"]
-        self._sum.restore(rank_state.get("sum"))  # An older checkpoint has none.
+        self._sum.restore(rank_state["sum"])
         if (pending := rank_state["pending"]) is not None:
             totals = [tf.constant(each) for each in pending["totals"]]
             sent = [tf.constant(each) for each in pending["sent"]]

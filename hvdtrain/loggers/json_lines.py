@@ -25,8 +25,6 @@ class JsonLinesReporter(Reporter):
     - ``elapsed_seconds``: training time so far, including evaluations, saving and compiling. A resumed run continues
       from the value of the last line before the checkpoint: the time between two starts and the time of steps that were
       lost do not count.
-
-    Lines of earlier versions lack these three.
     """
 
     def __init__(self, path: Path):

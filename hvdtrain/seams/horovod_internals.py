@@ -3,6 +3,6 @@
 from hvdtrain.seams.seam import Seam
 
 OWN_OPTIMIZER = (
-    Seam("DistributedOptimizer", "_allreduce_grads", "tells Horovod's own optimizers", library="horovod"),
-    Seam("DistributedOptimizer", "_HAS_AGGREGATE_GRAD", "tells Horovod's own optimizers", library="horovod"),
+    Seam("DistributedOptimizer", "_allreduce_grads", "identifies Horovod's own optimizers", library="horovod"),
+    Seam("DistributedOptimizer", "_HAS_AGGREGATE_GRAD", "identifies Horovod's own optimizers", library="horovod"),
 )

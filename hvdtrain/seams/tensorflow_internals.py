@@ -5,13 +5,13 @@ from hvdtrain.seams.seam import ImportedSeam, Seam
 ITERATOR_RESOURCE = Seam(
     "OwnedIterator",
     "_iterator_resource",
-    "is given another dataset, so that a step is not compiled again",
+    "receives another dataset, so that a step is not compiled again",
     library="tensorflow",
 )
 IS_DETERMINISTIC = ImportedSeam(
     "tensorflow.python.framework.config",
     "is_op_determinism_enabled",
-    "tells whether operations are deterministic",
+    "reports whether operations are deterministic",
     library="tensorflow",
 )
 NO_INLINE = {"_noinline": True}

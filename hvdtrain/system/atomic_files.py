@@ -59,8 +59,8 @@ def require_regular(path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path is what a killed process leaves of a file that it was writing."""
-    # The second form: of earlier versions.
+    """Whether a path was left by a process that was killed while it wrote a file or folder."""
+    # The second form is that of checkpoints.
     return path.name.startswith(_TEMPORARY) or (path.name.startswith(".") and path.name.endswith(".writing"))
 
 

@@ -55,7 +55,7 @@ class RankCallbacks:
         )
         self._has_begun = False
         self._resumed_state: Sequence[Mapping[str, Any]] | None = None
-        # Of all callbacks, not only this rank's: every rank acts on it.
+        # Considers all callbacks, not only those that run on this rank: all ranks must reduce.
         self.use_train_batches = any(uses_train_batches(each) for each in callbacks)
         self.use_test_batches = any(overrides(each, TEST_BATCH_HOOKS) for each in callbacks)
         self.swap_averaged_weights = any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks)

@@ -19,7 +19,7 @@ _REMEDY = "Compute it in a callback, or write it as sums."
 
 
 class SumCheck:
-    """Checks that updates of a metric add to its state, whatever the state is; until a batch has shown it.
+    """Checks, until one batch is conclusive, that updates add to a metric's state.
 
     A maximum, a moving average or the last value may start at 0 too.
     """
@@ -61,10 +61,10 @@ class SumCheck:
 def require_sums(model: keras.Model) -> bool:
     """Refuses metrics whose state is not a sum and cannot be summed over ranks; call it after a reset.
 
-    Those with an ``update_state`` of the user's own are also checked at their first updates, see :func:`violations`.
+    Those with a user's own ``update_state`` are also checked at their first updates, see :func:`violations`.
 
     Returns:
-        Whether such a check is new: compiled steps must be compiled anew.
+        Whether such a check is new: steps must then be compiled again.
 
     Raises:
         UsageError: a metric's state does not start at 0.
@@ -83,7 +83,7 @@ def require_sums(model: keras.Model) -> bool:
 
 
 def violations(model: keras.Model) -> np.ndarray:
-    """For each metric of the user's own, whether this rank has seen an update that does not add to its state."""
+    """For each user-written metric, whether this rank has seen an update that does not add to its state."""
     return np.array([check.is_violated for check in _checks(model)], np.float32)
 
 

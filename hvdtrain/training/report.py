@@ -65,7 +65,7 @@ class TrainingReport:
         self._reporter = reporter
 
     def shape(self, total_steps: int) -> RunShape:
-        """The length of a run of so many steps, which this process begins or resumes where it is now."""
+        """The length of a run of ``total_steps`` steps, which this process begins or resumes at the current step."""
         plan = self._feed.plan
         return RunShape(
             total_steps,

@@ -69,6 +69,6 @@ class StepSnapshot:
 
 
 def _accumulated_gradients(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Those of an optimizer that is built to accumulate them."""
+    """The accumulated gradients of an optimizer, if it is built and accumulates them."""
     gradients = keras_internals.ACCUMULATED_GRADIENTS
     return list(gradients.of(optimizer)) if gradients.is_in(optimizer) else []

@@ -27,7 +27,7 @@ def _now() -> tf.Tensor:
 
 
 def _computed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """What to wait for until tensors are computed; a GPU has by then only been asked to compute them."""
+    """Tensors to wait for until others are computed, not only queued on a GPU."""
     if not devices.has_gpu():
         return list(tensors)
     with tf.device(None), tf.control_dependencies(list(tensors)):
@@ -185,7 +185,7 @@ class TimeShares:
         """Fractions of a step of ``step_ms`` milliseconds on average, and the skew; all ranks must call it.
 
         Args:
-            remedies: those that may be recommended.
+            remedies: the remedies that may be recommended.
         """
         self.exchange()
         hosts = self._collectives.allgather(self._host)
@@ -213,7 +213,7 @@ def skew(ready: np.ndarray, hosts: Sequence[str], remedies: Collection[str] = RE
     Args:
         ready: seconds until a rank has the gradients of a step; shape ``[ranks, steps]``.
         hosts: the host of each rank.
-        remedies: those that may be recommended.
+        remedies: the remedies that may be recommended.
     """
     last = np.bincount(np.argmax(ready, axis=0), minlength=len(hosts))
     slowest = int(np.argmax(last))

@@ -20,7 +20,7 @@ _MIN_GAIN_OF_QUORUM = 1.25
 """Smaller gains are noise. Short steps of equal ranks that share cores have shown 1.14."""
 _MIN_GAIN_OF_A_SMALLER_QUORUM = 1.1
 _MAX_STEPS = 2000
-"""Of which a quorum is estimated, for less than a second."""
+"""The most steps from which a quorum is estimated, in less than a second."""
 
 
 def possible_remedies(config: StepConfig, reduction: ReductionConfig, *, ranks_may_change: bool) -> list[str]:

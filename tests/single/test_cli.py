@@ -55,7 +55,7 @@ def test_version(capsys):
         (["--bach-size", "3"], "Unknown option: --bach-size. Did you mean --batch-size? See python -m hvdtrain train"),
         (["--batch", "3"], "Unknown option: --batch. Did you mean --batch-size?"),
         (["--lr", "1"], "Unknown option: --lr. Did you mean --learning-rate?"),
-        (["--average-every=4"], "Unknown option: --average-every. Did you mean --sync-every?"),
+        (["--save-every=4"], "Unknown option: --save-every. Did you mean --checkpoint-every?"),
         (["--verbose"], "Unknown option: --verbose. See python -m hvdtrain train --help"),
         (["--np", "2"], "The number of ranks is set where they are started: hvdtrain launch --np 2 python -m hvdtrain"),
         (["--no-overlapp"], "Did you mean --no-overlap?"),

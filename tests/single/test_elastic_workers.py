@@ -114,7 +114,7 @@ def test_a_worker_that_dies_is_started_again_after_growing_pauses(made):
     for now, pause_s in ((10.0, 1), (20.0, 2), (30.0, 4)):
         found[1].end(-9)
         assert workers.start_and_reap(now, has_trained=True) is None
-        assert said[-1] == f"a process on far1 ended with SIGKILL; it is started again in {pause_s} s"
+        assert said[-1] == f"a process on far1 ended with SIGKILL; restarting it in {pause_s} s"
         workers.start_and_reap(now + pause_s - 0.1, has_trained=True)
         assert not found[1].is_running
         workers.start_and_reap(now + pause_s, has_trained=True)

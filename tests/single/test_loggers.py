@@ -191,7 +191,7 @@ def test_elapsed_seconds_continue_at_the_last_line_before_the_checkpoint(tmp_pat
     now_s = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     path = tmp_path / "metrics.jsonl"
-    # Of an earlier version, which had no such values, and damaged.
+    # Without the value, and damaged.
     path.write_text('{"event": "train", "step": 5}\n{"event": "train", "step": 6, "elapsed_seconds": "x"}\n')
     for resumed_step in (6, 20):
         reporter = JsonLinesReporter(path)

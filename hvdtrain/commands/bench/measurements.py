@@ -81,10 +81,10 @@ def ratio(measured: Measured, name: str, to: str) -> dict[str, float]:
 
 
 def recommended(times: Mapping[str, float]) -> str:
-    """The compression to use: the fastest, or the one named first if it is not a tenth slower; none for less.
+    """The compression to recommend; a less accurate one must be more than a tenth faster.
 
     Args:
-        times: those of a step relative to one without compression, from the most exact compression on.
+        times: step times relative to one without compression, in order of decreasing accuracy.
     """
     best = "none"
     for name, time in times.items():
