@@ -1,4 +1,4 @@
-"""An elastic loop of your own: ranks that are killed, leave or join do not end it. (el) marks the elastic lines.
+"""A custom elastic loop: ranks that are killed, leave or join do not end it. (el) marks the elastic lines.
 
 launch/run --elastic 1:3 python examples/elastic_loop.py      # and kill one of its processes
 launch/run horovodrun -np 2 python examples/elastic_loop.py   # the same program in a job whose ranks do not change
@@ -46,7 +46,7 @@ def train_step(images, labels):
     return value
 
 
-def train(ranks):  # (el) called again each time that the ranks change
+def train(ranks):  # (el) called again whenever the ranks change
     batch_size = GLOBAL_BATCH_SIZE // ranks.size
     # All ranks draw the same global batches from the next step on, and each takes its part of them.
     batches = samples.batch(batch_size * ranks.size).skip(state.step).take(STEPS - state.step)

@@ -19,7 +19,7 @@ images, labels = digits.images[..., None].astype("float32") / 16, digits.target
 test_images, test_labels = images[:360], labels[:360]
 images, labels = images[360:], labels[360:]
 
-images, labels = hvdtrain.shard(images, labels)  # (hvd) each rank trains on its own part, all with equally many steps
+images, labels = hvdtrain.shard(images, labels)  # (hvd) this rank's part; equal numbers of steps on all ranks
 
 model = keras.Sequential(
     [
@@ -40,7 +40,7 @@ model.compile(
 )
 hvdtrain.broadcast(model)  # (hvd) all ranks start with rank 0's weights
 
-callbacks = hvdtrain.callbacks.distributed(  # (hvd) all ranks decide alike; rank 0 shows the progress
+callbacks = hvdtrain.callbacks.distributed(  # (hvd) all ranks decide the same; rank 0 shows the progress
     [keras.callbacks.ReduceLROnPlateau("loss", patience=2)]
 )
 model.fit(images, labels, batch_size=BATCH_SIZE, epochs=EPOCHS, verbose=2, callbacks=callbacks)

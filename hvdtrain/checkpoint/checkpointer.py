@@ -36,7 +36,7 @@ class Restored:
     state: Any
     """The ``state`` that rank 0 passed to :meth:`Checkpointer.save`."""
     rank_state: Any
-    """The ``rank_state`` that this rank passed; None with another number of ranks."""
+    """The ``rank_state`` that this rank passed; None with a different number of ranks."""
     manifest: Mapping[str, Any]
 
 

@@ -216,7 +216,7 @@ class ModelState:
     def restore_on_other_ranks(
         self, description: Mapping[str, Any], read: Callable[[int, str], np.ndarray] | None
     ) -> None:
-        """Restores on another number of ranks: sums of metrics on rank 0, new random streams, averaged weights.
+        """Restores on a different number of ranks: sums of metrics on rank 0, new random streams, averaged weights.
 
         Collective: all ranks must call it.
 
