@@ -100,7 +100,7 @@ class ElasticJob:
                 for worker in workers.follow_hosts(now):
                     coordinator.ask_to_leave(worker, "its host was taken from the job")
                 coordinator.exit_code = workers.start_and_reap(now, has_trained=coordinator.generation > 0)
-                if not (len(workers) or coordinator.peers or waits_for_others):
+                if not (len(workers) or len(coordinator.peers) or waits_for_others):
                     coordinator.exit_code = 1
                 coordinator.poll(_POLL_S)
             return self._end(coordinator.exit_code)

@@ -11,7 +11,7 @@ import urllib.request
 
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.rendezvous import Rendezvous
-from hvdtrain.fault_tolerance.elastic.generation import Place
+from hvdtrain.fault_tolerance.elastic.generation import ALONE, Place
 from hvdtrain.system import environment
 
 HOST = "127.0.0.1"
@@ -78,7 +78,7 @@ def main(kind: str) -> None:
     environment.choose_settings_for_restarts(deterministic=False)
     # Without the cut, the test would take the launcher's time limit.
     environment.set_gloo_timeout_of_restarts = lambda _: os.environ.update(HOROVOD_GLOO_TIMEOUT_SECONDS="600")
-    environment.set_place(dataclasses.asdict(Place(0, 1, 0, 1, 0, 1)), "lo", (HOST, rendezvous.port))
+    environment.set_place(dataclasses.asdict(ALONE), "lo", (HOST, rendezvous.port))
     collectives = ElasticCollectives(environment.launcher())
 
     def lose() -> None:
@@ -94,7 +94,7 @@ def main(kind: str) -> None:
         print(f"failed: {error}")
     alone = Rendezvous(HOST)
     alone.start()
-    collectives.restart(dataclasses.asdict(Place(0, 1, 0, 1, 0, 1)), "lo", (HOST, alone.port))
+    collectives.restart(dataclasses.asdict(ALONE), "lo", (HOST, alone.port))
     print(f"{collectives.size} rank")
 
 

@@ -47,14 +47,26 @@ def request_admission(
         HvdtrainError: the coordinator cannot be reached.
     """
     connection = _connect(endpoint)
-    hello = Hello(network.host_name(), os.getpid(), environment.elastic_worker(), dict(facts), stall_timeout_s)
+    hello = Hello(
+        host=network.host_name(),
+        pid=os.getpid(),
+        worker=environment.elastic_worker(),
+        facts=dict(facts),
+        stall_timeout_s=stall_timeout_s,
+    )
     connection.send(hello.message(token))
     welcome, *early = _first_messages(connection, endpoint)
     if welcome["kind"] == "refused":
         raise DisagreementError(welcome["text"])
     if welcome["kind"] == "end":
         raise StoppedEarly("the job that this process was started for has ended.")
-    return Admission(connection, welcome["member"], welcome["must_warm_up"], welcome["start_size"], early)
+    return Admission(
+        connection,
+        member=welcome["member"],
+        must_warm_up=welcome["must_warm_up"],
+        start_size=welcome["start_size"],
+        early=early,
+    )
 
 
 def _connect(endpoint: tuple[str, int]) -> Connection:

@@ -1,23 +1,21 @@
 """The coordinator of an elastic job: connects its processes, notices losses, and begins generations."""
 
-import contextlib
-import selectors
-import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdtrain.distributed.rendezvous import Rendezvous
-from hvdtrain.errors import DisagreementError, StoppedEarly, UsageError
-from hvdtrain.fault_tolerance.channel import Connection, Message
+from hvdtrain.errors import DisagreementError, StoppedEarly
+from hvdtrain.fault_tolerance.channel import Message
+from hvdtrain.fault_tolerance.elastic.connected_peers import ConnectedPeers
 from hvdtrain.fault_tolerance.elastic.generation import Generation
 from hvdtrain.fault_tolerance.elastic.hello import Hello, differences
+from hvdtrain.fault_tolerance.elastic.member_timeouts import MemberTimeouts, NoProgress
 from hvdtrain.fault_tolerance.elastic.membership import Member, Membership
 from hvdtrain.fault_tolerance.elastic.peer import Peer
 from hvdtrain.fault_tolerance.stop_consensus import StopVote
 
 HEARTBEAT_S = 1.0
-_HELLO_S = 5.0
 _START_S = 120.0
 """How long the first generation waits for all processes, if there are at least the minimum."""
 _MAX_RESTARTS = 3
@@ -55,17 +53,10 @@ class Coordinator:
         self._say = say
         self._on_removed = on_removed
         self._clock = clock
-        try:
-            self._listener = socket.create_server(endpoint, backlog=100)
-        except OSError as error:
-            where = f"{endpoint[0]}:{endpoint[1]}"
-            raise UsageError(f"a coordinator must be able to listen at {where}. Received: {error.strerror}") from None
-        self._listener.setblocking(False)
         self._host = endpoint[0]
-        self._selector = selectors.PollSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self.peers: list[Peer] = []
+        self.peers = ConnectedPeers(endpoint, clock)
         """The connected processes."""
+        self._timeouts = MemberTimeouts(clock())
         self._facts: Mapping[str, Any] | None = None
         self._rendezvous: Rendezvous | None = None
         self._vote: StopVote | None = None
@@ -73,7 +64,6 @@ class Coordinator:
         self._waits_since: float | None = None
         self._heartbeat_at = clock()
         self._num_restarts = 0
-        self._progress_at = clock()
         self.exit_code: int | None = None
         """The exit code of the job, once it is decided."""
         self.lost = 0
@@ -81,7 +71,7 @@ class Coordinator:
 
     @property
     def port(self) -> int:
-        return int(self._listener.getsockname()[1])
+        return self.peers.port
 
     @property
     def generation(self) -> int:
@@ -97,42 +87,31 @@ class Coordinator:
 
     def ask_to_leave(self, worker: int, reason: str) -> None:
         """Makes a process that was started with this worker number leave, as if it had been sent SIGTERM."""
-        for peer in list(self.peers):
+        for peer in self.peers:
             if peer.member is not None and peer.worker == worker:
                 self._leave(peer, peer.member, reason)
 
     def poll(self, timeout_s: float) -> None:
         """Waits for messages, at most this long, and acts on them and on what is due."""
-        ready = self._selector.select(timeout_s)
+        ready = self.peers.wait(timeout_s)
         now = self._clock()
-        for key, _ in ready:
-            if key.data is None:
-                self._accept(now)
-            else:
-                self._receive(key.data, now)
-        for peer in [each for each in self.peers if each.connection.is_lost]:
-            self._remove(peer, "its connection was lost: killed, or host down")
+        for peer in ready:
+            if peer in self.peers:
+                self._receive(peer, now)
+        for peer in self.peers:
+            if peer.connection.is_lost:
+                self._remove(peer, "its connection was lost: killed, or host down")
         self._check_timeouts(now)
         self._send_heartbeats(now)
         self._advance(now)
 
     def close(self) -> None:
         """Disconnects everybody."""
-        for peer in self.peers:
-            peer.connection.close()
-        self._selector.close()
-        self._listener.close()
+        self.peers.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
 
     # Messages.
-
-    def _accept(self, now: float) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                peer = Peer(Connection(self._listener.accept()[0]), now)
-                self.peers.append(peer)
-                self._selector.register(peer.connection, selectors.EVENT_READ, peer)
 
     def _receive(self, peer: Peer, now: float) -> None:
         for message in peer.connection.receive():
@@ -147,7 +126,7 @@ class Coordinator:
     def _greet(self, peer: Peer, message: Message) -> None:
         hello = Hello.from_message(message, self._token)
         if hello is None:
-            self._disconnect(peer)
+            self.peers.disconnect(peer)
         elif self._facts is not None and (found := differences(self._facts, hello.facts)):
             self._say(f"refused process {hello.pid} (host {hello.host}): {found}")
             text = (
@@ -155,10 +134,10 @@ class Coordinator:
                 "the same command and code."
             )
             peer.connection.send({"kind": "refused", "code": DisagreementError.exit_code, "text": text})
-            self._disconnect(peer)
+            self.peers.disconnect(peer)
         elif self.exit_code is not None:
             peer.connection.send({"kind": "end", "code": self.exit_code})
-            self._disconnect(peer)
+            self.peers.disconnect(peer)
         else:
             self._facts = self._facts or hello.facts
             peer.member, peer.hello = self._membership.join(hello.host), hello
@@ -169,7 +148,7 @@ class Coordinator:
         match message:
             case {"kind": "heartbeat", "heartbeats": int(heartbeats), "step": step}:
                 if heartbeats != peer.heartbeats:
-                    self._progress_at = now
+                    self._timeouts.note_progress(now)
                 peer.heartbeats, peer.step = heartbeats, step
             case {"kind": "ready"}:
                 member.is_ready = True
@@ -178,7 +157,7 @@ class Coordinator:
                     self._vote.record(member.number, passed)
             case {"kind": "hold", "generation": int(generation)}:
                 member.holds = member.holds or generation == self._membership.generation
-                self._progress_at = now
+                self._timeouts.note_progress(now)
             case {"kind": "broken", "generation": int(generation)}:
                 if generation == self._membership.generation and not self._membership.is_interrupted:
                     self._membership.is_interrupted = True
@@ -208,7 +187,7 @@ class Coordinator:
     # Losses.
 
     def _remove(self, peer: Peer, why: str) -> None:
-        self._disconnect(peer)
+        self.peers.disconnect(peer)
         member = peer.member
         if member is None or member.number not in self._membership.members:
             return
@@ -226,12 +205,10 @@ class Coordinator:
     def _interrupt(self) -> None:
         """Ends the current generation at once: its reductions, or its rendezvous, cannot complete."""
         self._vote = None
-        self._progress_at = self._clock()  # The others could not make any, and now have to hold.
+        self._timeouts.note_progress(self._clock())  # The others could not make any, and now have to hold.
         if self._rendezvous is not None:
             self._rendezvous.fail()
-        for peer in self.peers:
-            if peer.trains:
-                peer.connection.send({"kind": "cut", "generation": self._membership.generation})
+        self.peers.send_training({"kind": "cut", "generation": self._membership.generation})
 
     def _restart_all(self, peer: Peer) -> None:
         """Starts all members again: a loss before the first step or after the last, where ranks cannot change."""
@@ -254,31 +231,17 @@ class Coordinator:
         self._interrupt()
 
     def _check_timeouts(self, now: float) -> None:
-        for peer in list(self.peers):
-            if peer.member is None:
-                if now - peer.received_at > _HELLO_S:
-                    self._disconnect(peer)
-            elif peer.stall_timeout_s and now - peer.received_at > peer.stall_timeout_s:
-                self._remove(peer, f"no heartbeat for {peer.stall_timeout_s:g} s")
-        self._check_progress(now)
-
-    def _check_progress(self, now: float) -> None:
-        """Removes the members that the others wait for if no member makes progress."""
-        peers = [peer for peer in self.peers if peer.trains]
-        timeout_s = max((peer.stall_timeout_s for peer in peers), default=0.0)
-        if not timeout_s or now - self._progress_at <= timeout_s or self._membership.all_hold:
+        for peer, why in self._timeouts.silent(self.peers, now):
+            self._remove(peer, why)
+        if self._membership.all_hold:
             return
-        self._progress_at = now
-        behind = min(peer.heartbeats for peer in peers)
-        stalled = [peer for peer in peers if peer.heartbeats == behind]
-        if self._membership.is_interrupted:
-            stalled = [peer for peer in peers if peer.member is not None and not peer.member.holds]
-        if len(stalled) == len(peers):
-            self._say(f"no member made progress for {timeout_s:g} s. The job ends.")
+        stalled = self._timeouts.stalled(self.peers.training, is_interrupted=self._membership.is_interrupted, now=now)
+        if isinstance(stalled, NoProgress):
+            self._say(f"no member made progress for {stalled.timeout_s:g} s. The job ends.")
             self._end(1)
             return
-        for peer in stalled:
-            self._remove(peer, f"the others have waited for it for {timeout_s:g} s")
+        for peer, why in stalled:
+            self._remove(peer, why)
 
     # Generations.
 
@@ -293,7 +256,7 @@ class Coordinator:
             if wants_pause and not membership.is_interrupted and self._vote is None:
                 self._propose()
             elif self._vote is not None and (check := self._vote.decision()) is not None:
-                self._send_training({"kind": "decision", "check": check})
+                self.peers.send_training({"kind": "decision", "check": check})
             return
         is_first = membership.generation == 0
         if not is_first and not membership.training:
@@ -322,7 +285,7 @@ class Coordinator:
         self._vote.open()
         stops = self._stop_reason is not None
         reason = self._stop_reason or "the members of the job change"
-        self._send_training({"kind": "propose", "reason": reason, "stops": stops})
+        self.peers.send_training({"kind": "propose", "reason": reason, "stops": stops})
 
     def _begin(self, *, is_last: bool = False) -> None:
         before = {member.number for member in self._membership.training}
@@ -333,27 +296,22 @@ class Coordinator:
         self._rendezvous = Rendezvous(self._host)
         self._rendezvous.start()
         generation = Generation(
-            self._membership.generation,
-            tuple(member.number for member in chosen),
-            tuple(member.host for member in chosen),
-            self._host,
-            self._rendezvous.port,
-            is_last,
+            number=self._membership.generation,
+            members=tuple(member.number for member in chosen),
+            hosts=tuple(member.host for member in chosen),
+            address=self._host,
+            port=self._rendezvous.port,
+            is_last=is_last,
         )
-        self._progress_at = self._clock()
+        self._timeouts.note_progress(self._clock())
         new = [member.number for member in chosen if member.number not in before]
         joined = f", {len(new)} of them new" if before and new else ""
         self._say(f"generation {generation.number}: {len(chosen)} rank(s){joined}")
-        for peer in list(self.peers):
+        for peer in self.peers:
             if peer.member in leaving:
                 self._dismiss(peer)
             elif peer.member in chosen:
                 peer.connection.send({"kind": "begin", **generation.message()})
-
-    def _send_training(self, message: Message) -> None:
-        for peer in self.peers:
-            if peer.trains:
-                peer.connection.send(message)
 
     # The end.
 
@@ -377,11 +335,6 @@ class Coordinator:
         peer.connection.send({"kind": "dismissed"} if peer.trains else {"kind": "end", "code": 0})
         if peer.member is not None:
             self._membership.members.pop(peer.member.number, None)
-
-    def _disconnect(self, peer: Peer) -> None:
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
-        self.peers.remove(peer)
 
     def _send_heartbeats(self, now: float) -> None:
         if now < self._heartbeat_at:

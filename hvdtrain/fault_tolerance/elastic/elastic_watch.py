@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.errors import StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.elastic.admission import Admission, request_admission
 from hvdtrain.fault_tolerance.elastic.coordinator_link import CoordinatorLink
-from hvdtrain.fault_tolerance.elastic.generation import Place
+from hvdtrain.fault_tolerance.elastic.generation import ALONE
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.system import environment
 
@@ -63,7 +63,7 @@ def join_elastic_job(facts: Mapping[str, Any], stall_timeout_s: float) -> Elasti
     interface = watch.coordinator.interface
     if admission.must_warm_up:
         # Whatever has started this process, as Slurm's srun: it is alone until it joins.
-        environment.set_place(dataclasses.asdict(Place(0, 1, 0, 1, 0, 1)), interface)
+        environment.set_place(dataclasses.asdict(ALONE), interface)
         return watch
     generation = watch.coordinator.next_generation()
     if generation is None:

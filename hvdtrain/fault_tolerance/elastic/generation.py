@@ -30,7 +30,14 @@ class Generation:
         local_rank = own.index(rank)
         # As Horovod counts: the hosts that have a rank with this local rank.
         across = [ranks[local_rank] for ranks in ranks_of_hosts if len(ranks) > local_rank]
-        return Place(rank, len(self.members), local_rank, len(own), across.index(rank), len(across))
+        return Place(
+            rank=rank,
+            size=len(self.members),
+            local_rank=local_rank,
+            local_size=len(own),
+            cross_rank=across.index(rank),
+            cross_size=len(across),
+        )
 
     def message(self) -> dict[str, Any]:
         """For the channel, see :meth:`from_message`."""
@@ -52,3 +59,7 @@ class Place:
     local_size: int
     cross_rank: int
     cross_size: int
+
+
+ALONE = Place(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+"""The place of a process that has joined no others yet."""

@@ -8,7 +8,7 @@ from typing import Any
 _MAX_DIFFERENCES = 5
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
     """A process that wants to be a member."""
 
@@ -32,9 +32,13 @@ class Hello:
             valid = hmac.compare_digest(str(message["token"]).encode(errors="replace"), token.encode())
             if not valid or message["kind"] != "hello":
                 return None
-            worker = None if message["worker"] is None else int(message["worker"])
-            timeout_s = float(message["stall_timeout_s"])
-            return cls(str(message["host"]), int(message["pid"]), worker, dict(message["facts"]), timeout_s)
+            return cls(
+                host=str(message["host"]),
+                pid=int(message["pid"]),
+                worker=None if message["worker"] is None else int(message["worker"]),
+                facts=dict(message["facts"]),
+                stall_timeout_s=float(message["stall_timeout_s"]),
+            )
         except (KeyError, TypeError, ValueError):
             return None
 
