@@ -2,10 +2,9 @@
 
 import atexit
 import copy
-import dataclasses
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables
 from hvdtrain.distributed.runtime import Topology
 from hvdtrain.errors import HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch, join_elastic_job
-from hvdtrain.fault_tolerance.elastic.rejoin import MembershipChange, is_over, rejoin
 from hvdtrain.fault_tolerance.shutdown import end_job
 from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.optim.pipeline import in_scope, pipelines_of
 from hvdtrain.system import environment, versions
+from hvdtrain.training.joining import Joining, MembershipChange, without_comparison
 
 _watch: ElasticWatch | None = None
 
@@ -95,7 +94,6 @@ class State:
         self._model = model
         self._names = tuple(values)
         self._num_commits = 0
-        self._has_state = True
         self._shared = [each.value for each in (*model.weights, *optimizer_variables(model))] + [
             getattr(each, "value", each) if isinstance(each, keras.Variable) else each for each in variables
         ]
@@ -134,24 +132,45 @@ class State:
             variable.assign(kept)
         vars(self).update(copy.deepcopy(self._kept))
 
-    def _settle(self) -> None:
-        """Makes the state of all ranks the last commit of the furthest one."""
-        self._restore()
-        collectives = runtime.current().collectives
-        places = collectives.allgather((self._has_state, self._num_commits))
-        source = places.index(max(places))
-        if not places[source][0]:
-            raise HvdtrainError(
-                "the state of the loop was lost with the ranks that had it. Restart the job from what it has saved."
-            )
-        is_source = collectives.rank == source
-        kept = collectives.allgather(self._kept if is_source else None)[source]
-        if any(place != places[source] for place in places):
-            self._has_state = is_source  # Until all of it has arrived.
-            collectives.broadcast(self._shared, root_rank=source)
-        self._num_commits, self._has_state = places[source][1], True
-        vars(self).update(copy.deepcopy(kept))
-        self._save()
+
+class _JoinedState:
+    """A state as the members of an elastic job take it over; see :class:`LoopState`."""
+
+    remedy = "Restart the job from what it has saved."
+
+    def __init__(self, state: State, collectives: ElasticCollectives, warm_up: Callable[[], object]):
+        self._state = state
+        self._collectives = collectives
+        self._warm_up = warm_up
+
+    @property
+    def model(self) -> keras.Model:
+        return self._state._model
+
+    def warm_up(self) -> None:
+        self._warm_up()
+        self._state._restore()
+
+    def undo(self) -> None:
+        self._state._restore()
+
+    def place(self, *, has_state: bool) -> tuple[Any, ...]:
+        return has_state, self._state._num_commits
+
+    def shared(self) -> Any:
+        return self._state._kept
+
+    def keeps_own(self, places: Sequence[tuple[Any, ...]], own: int, source: int) -> bool:
+        return len(set(places)) == 1
+
+    def take_over(self, places: Sequence[tuple[Any, ...]], source: int, shared: Any) -> None:
+        if len(set(places)) > 1:
+            self._collectives.broadcast(self._state._shared, root_rank=source)
+        _, self._state._num_commits = places[source]
+
+    def resume(self, shared: Any) -> None:
+        vars(self._state).update(copy.deepcopy(shared))
+        self._state._save()
 
 
 def run(
@@ -178,11 +197,10 @@ def run(
         _share_start(state)
         train(Ranks(collectives.rank, collectives.size))
         return
-    # Replicas are equal. Comparing them in the first step would wait for newcomers, which make theirs alone.
-    pipelines = [(leaf, dataclasses.replace(pipeline, start=None)) for leaf, pipeline in pipelines_of(state._model)]
+    joining = Joining(_JoinedState(state, collectives, warm_up), _watch.coordinator, collectives)
     try:
-        with in_scope(pipelines):
-            _run_elastic(train, state, warm_up, _watch, collectives)
+        with in_scope(without_comparison(pipelines_of(state._model))):
+            _run_elastic(train, state, joining, collectives)
     except Exception as error:
         if isinstance(error, StoppedEarly) and collectives.rank == 0:
             on_stop()
@@ -190,38 +208,21 @@ def run(
 
 
 def _run_elastic(
-    train: Callable[[Ranks], None],
-    state: State,
-    warm_up: Callable[[], object],
-    watch: ElasticWatch,
-    collectives: ElasticCollectives,
+    train: Callable[[Ranks], None], state: State, joining: Joining, collectives: ElasticCollectives
 ) -> None:
-    coordinator = watch.coordinator
-
-    def join_others() -> None:
-        rejoin(coordinator, collectives, settle=state._settle, on_leave=lambda: None)
-
-    if coordinator.must_warm_up:
-        warm_up()
-        state._restore()
-        state._has_state = False
-        # Streams of its own, as ranks have from the start.
-        for stream in [*replica_consistency.random_streams(state._model), replica_consistency.global_stream()]:
-            stream.assign(replica_consistency.own_random_stream(stream.numpy(), coordinator.number))
-        coordinator.cut_with(collectives.cut)
-        coordinator.is_ready()
-        join_others()
-    else:
+    if not joining.is_newcomer:
         _share_start(state)
-        coordinator.cut_with(collectives.cut)
+    joining.start()
+    if joining.is_newcomer:
+        joining.rejoin()
     while True:
         try:
             train(Ranks(collectives.rank, collectives.size))
             return
         except Exception as error:
-            if not is_over(error, coordinator):
+            if not joining.is_over(error):
                 raise
-        join_others()
+        joining.rejoin()
 
 
 def _share_start(state: State) -> None:

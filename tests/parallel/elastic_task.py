@@ -24,7 +24,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.tasks import digits
-from hvdtrain.training.members import ElasticMembers
+from hvdtrain.training.joining import Joining
 
 keras.config.set_floatx("float64")
 keras.config.set_dtype_policy("float64")
@@ -76,7 +76,7 @@ def _with_events(owner: type, method: str, where: str) -> None:
 
 if events():
     _with_events(ElasticCollectives, "restart", "connect")
-    _with_events(ElasticMembers, "_settle", "settle")
+    _with_events(Joining, "settle", "settle")
 
 
 @keras.saving.register_keras_serializable()
