@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.exclusions import Condition
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import GradientReducer, StepSum
 
@@ -32,7 +33,11 @@ class Collectives(Protocol):
 
     @property
     def may_change(self) -> bool:
-        """Whether other ranks may train together later: those of an elastic job."""
+        """Whether other ranks may train together later."""
+
+    @property
+    def conditions(self) -> Sequence[Condition]:
+        """What these ranks are, for the rules of :mod:`hvdtrain.config.exclusions`."""
 
     def num_ranks(self) -> int | tf.Tensor:
         """The number of ranks when a compiled step runs: a tensor if it may change."""

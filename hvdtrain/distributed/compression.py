@@ -17,7 +17,7 @@ class Ranks:
     """The ranks that reduce together, while a step is traced."""
 
     count: int | tf.Tensor
-    """Their number; a tensor in an elastic job."""
+    """Their number; a tensor if it may change."""
     sum: StepSum
 
     def mean(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:

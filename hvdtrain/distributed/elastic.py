@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from hvdtrain.config import exclusions
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
 from hvdtrain.distributed.horovod import HorovodCollectives
@@ -30,6 +31,7 @@ class ElasticCollectives(HorovodCollectives):
     """
 
     may_change = True
+    conditions = (exclusions.ELASTIC,)
 
     def __init__(self, launcher: Launcher):
         self._sockets_lock = threading.Lock()

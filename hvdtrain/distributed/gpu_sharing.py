@@ -28,7 +28,7 @@ class RankGpus:
 
 
 def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -> None:
-    """Compares the GPUs of all ranks, which must call it; not in elastic jobs, whose members start one by one.
+    """Compares the GPUs of all ranks, which must call it.
 
     Args:
         device: the device that this rank computes on.
@@ -36,8 +36,6 @@ def require_own_gpus(collectives: Collectives, device: str, config: GpuConfig) -
     Raises:
         JobError: on every rank: ranks share a GPU, or only some of them have one, and this is not allowed.
     """
-    if collectives.may_change:
-        return
     own = _own_gpus(device)
     (num_with_gpu,) = collectives.sum([np.array([own.num_gpus > 0], np.float32)])
     if not num_with_gpu:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.exclusions import Condition
 from hvdtrain.distributed import bounded_messages
 from hvdtrain.distributed.adasum import adasum_reducer
 from hvdtrain.distributed.collectives import Collectives
@@ -26,6 +27,7 @@ class HorovodCollectives:
     """Ring allreduce and other collectives over MPI, NCCL or Gloo, whichever Horovod was started with."""
 
     may_change = False
+    conditions: Sequence[Condition] = ()
 
     def __init__(self, launcher: Launcher):
         versions.check_horovod_distribution()
@@ -213,14 +215,14 @@ class HorovodCollectives:
         return self.rank
 
     def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
-        size = None if self.may_change else self.size
+        num_ranks = self.num_ranks()
 
         @tf.custom_gradient
         def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             is_bfloat16 = own.dtype == tf.bfloat16
             sent = tf.cast(own, tf.float32) if is_bfloat16 else own
             rows = self._operations.allgather(sent[tf.newaxis], name)
-            rows.set_shape([size, own.shape[0]])
+            rows.set_shape([num_ranks if isinstance(num_ranks, int) else None, own.shape[0]])
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 # Every rank's loss depends on this rank's row.

@@ -87,7 +87,7 @@ class QuantizedSum:
         codes, scales = tf.split(rows, [segment * self._bits // 8, -1], axis=1)
         if self._bits == 4:
             codes = tf.stack([codes // 16, codes % 16], axis=2)
-        # Not the number of rows, which is not constant in the compiled steps of an elastic job.
+        # Not the number of rows, which may change without another trace.
         integers = tf.reshape(tf.cast(codes, tf.float32), [-1, segment // _BLOCK, _BLOCK]) - (largest + 1)
         scales = tf.bitcast(tf.reshape(scales, [-1, segment // _BLOCK, 4]), tf.float32)
         return tf.reshape(integers * scales[..., tf.newaxis], [-1, segment])

@@ -85,7 +85,8 @@ def init(
     if _runtime is None:
         gpus = gpus or GpuConfig()
         _runtime = _start(threads, deterministic, timeline, process_sets, gpus)
-        gpu_sharing.require_own_gpus(_runtime.collectives, _runtime.topology.device, gpus)
+        if not _runtime.collectives.may_change:  # Otherwise ranks start one by one.
+            gpu_sharing.require_own_gpus(_runtime.collectives, _runtime.topology.device, gpus)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return _runtime.topology

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.config.exclusions import Condition
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import GradientReducer, StepSum, single_rank_reducer
@@ -25,6 +26,7 @@ class SingleProcessCollectives:
     cross_rank = 0
     cross_size = 1
     may_change = False
+    conditions: Sequence[Condition] = ()
 
     def __init__(self, rank: int = 0):
         self.rank = rank

@@ -305,7 +305,7 @@ class ParameterAverager:
             sent = [tf.constant(each) for each in pending["sent"]]
             self._pending = _PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
 
-    # For the ranks of an elastic job.
+    # For ranks that change.
 
     @property
     def position(self) -> tuple[int, int]:
@@ -352,8 +352,7 @@ class ParameterAverager:
         self._pending = _PendingAverage(
             sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
         )
-        # Reset only now: if a rank of an elastic job is lost meanwhile, the others average these steps again without
-        # it.
+        # Reset only now: if a rank is lost meanwhile, the others average these steps again without it.
         self._samples = self._steps = self._missed_steps = 0
         self._loss = 0.0
 

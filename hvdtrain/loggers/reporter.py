@@ -76,7 +76,7 @@ class Reporter:
         """Called after each evaluation."""
 
     def members_changed(self, step: int, values: Mapping[str, float]) -> None:
-        """Called after a membership change of an elastic job, with ``ranks`` and ``pause_seconds``."""
+        """Called when the ranks have changed, with ``ranks`` and ``pause_seconds``."""
 
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Called with the values of ``weights`` and ``gradients`` by variable path, and of ``activations`` by layer."""

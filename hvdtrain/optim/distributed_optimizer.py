@@ -105,8 +105,7 @@ def distribute(
     facts = facts_of(config)
     if compression is not None:
         facts[exclusions.COMPRESSION] = option("compression", compression)
-    if collectives.may_change:
-        facts |= exclusions.facts_from(exclusions.ELASTIC)
+    facts |= exclusions.facts_from(*collectives.conditions)
     if local_variables is not list:
         facts |= exclusions.facts_from(exclusions.LOCAL_LAYERS)
     if any(leaf.global_clipnorm is not None for leaf in leaves(optimizer)):

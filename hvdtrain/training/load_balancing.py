@@ -39,7 +39,7 @@ class LoadBalancer:
 
     Args:
         feed: this rank's micro-batches, whose plan is changed.
-        ranks_may_change: whether the job is elastic; a newcomer is alone until it joins the others.
+        ranks_may_change: whether other ranks may train together later; a newcomer is alone until it joins them.
     """
 
     def __init__(self, config: BalanceConfig, feed: TrainingFeed, times: TimeShares, *, ranks_may_change: bool = False):
@@ -95,7 +95,7 @@ class LoadBalancer:
         plan = self._feed.plan
         equal_share = -(-plan.micro_batch_size // plan.size)
         limit = self._config.max_batch_size or 2 * equal_share
-        # An elastic job may have too few ranks for the limit.
+        # Too few ranks for the limit may remain.
         return max(limit, equal_share) if self._ranks_may_change else limit
 
     def restart(self, rank: int) -> None:

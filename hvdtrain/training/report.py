@@ -148,7 +148,7 @@ class TrainingReport:
         fractions = {"communication_fraction": None}
         if self._strategy.in_lockstep:
             reduction = require_pipeline(leaves_of(self._model)[0]).reduce.config
-            remedies = possible_remedies(self._config, reduction, ranks_may_change=self._collectives.may_change)
+            remedies = possible_remedies(self._config, reduction, self._collectives.conditions)
             fractions = self._time_shares.summary(1000 * clock.seconds_per_step(), remedies)
         return {
             "examples_per_second": self._feed.plan.global_batch_size / clock.seconds_per_step(),

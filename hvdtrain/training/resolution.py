@@ -76,7 +76,7 @@ def _conditions(model: keras.Model, source: Source, config: StepConfig, collecti
     layers = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
     synchronizes = any(isinstance(each, keras.layers.BatchNormalization) and each.synchronized for each in layers)
     found = exclusions.facts_from(
-        *([exclusions.ELASTIC] if collectives.may_change else []),
+        *collectives.conditions,
         *([exclusions.STREAM] if isinstance(source, Stream) else []),
         *([exclusions.EAGER_MODEL] if model.run_eagerly else []),
         *([exclusions.SEVERAL_OPTIMIZERS] if len(leaves_of(model)) > 1 else []),

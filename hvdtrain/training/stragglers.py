@@ -1,11 +1,12 @@
 """What waiting for slow ranks costs, and the option that avoids most of it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.config import exclusions
+from hvdtrain.config.exclusions import Condition
 from hvdtrain.config.fields import facts_of
 from hvdtrain.config.wording import option
 from hvdtrain.distributed.config import ReductionConfig
@@ -23,19 +24,19 @@ _MAX_STEPS = 2000
 """The most steps from which a quorum is estimated, in less than a second."""
 
 
-def possible_remedies(config: StepConfig, reduction: ReductionConfig, *, ranks_may_change: bool) -> list[str]:
+def possible_remedies(
+    config: StepConfig, reduction: ReductionConfig, conditions: Iterable[Condition] = ()
+) -> list[str]:
     """The :data:`REMEDIES` that a run in sync mode with equal parts could have used with its other options.
 
     Args:
-        ranks_may_change: whether the job is elastic.
+        conditions: what else is known of the job.
     """
     if config.mode != "sync" or config.balancing.is_active or config.stragglers.is_active:
         return []
-    facts = facts_of(config, reduction)
+    facts = facts_of(config, reduction) | exclusions.facts_from(*conditions)
     if devices.is_deterministic():
         facts[exclusions.DETERMINISTIC] = ""
-    if ranks_may_change:
-        facts |= exclusions.facts_from(exclusions.ELASTIC)
     remedies = {"balance": exclusions.BALANCE, "quorum": exclusions.QUORUM}
     return [name for name, fact in remedies.items() if exclusions.first_broken({**facts, fact: ""}) is None]
 

@@ -8,7 +8,8 @@ import time
 import pytest
 from made_up_jobs import wait_until
 
-from hvdtrain.commands.elastic_workers import HostList, Worker, Workers
+from hvdtrain.fault_tolerance.elastic.host_list import HostList
+from hvdtrain.fault_tolerance.elastic.workers import Worker, Workers
 from hvdtrain.system.remote_process import start_remote
 
 

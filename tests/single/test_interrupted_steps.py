@@ -11,6 +11,7 @@ from keras import layers
 from trainers import train_config
 
 import hvdtrain
+from hvdtrain.config import exclusions
 from hvdtrain.data import Arrays
 from hvdtrain.distributed.gradient_reduction import single_rank_reducer
 from hvdtrain.distributed.optimizers import optimizer_variables
@@ -33,6 +34,7 @@ class Interruptible(SingleProcessCollectives):
     """The collectives of one rank of an elastic job, one of which fails when its turn has come."""
 
     may_change = True
+    conditions = (exclusions.ELASTIC,)
     reduces = True
 
     def __init__(self):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.commands.doctor.speed import describe
+from hvdtrain.config import exclusions
 from hvdtrain.config.fields import with_options
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.training.config import StepConfig
@@ -84,7 +85,7 @@ def test_the_speedup_of_a_quorum(durations, quorum, grace, speedup):
 )
 def test_only_what_other_options_allow_is_recommended(options, reduction, elastic, possible):
     config = with_options(StepConfig(), options)
-    found = possible_remedies(config, ReductionConfig(**reduction), ranks_may_change=elastic)
+    found = possible_remedies(config, ReductionConfig(**reduction), [exclusions.ELASTIC] if elastic else [])
     assert found == possible
     ready = times(1, 1, 1, 4)
     assert (remedy(ready, found) is not None) == ("balance" in possible)

@@ -22,7 +22,7 @@ class StrategyContext:
 
     model: keras.Model
     plan: Callable[[], SamplePlan]
-    """Returns the current assignment of samples, which changes with the ranks of an elastic job."""
+    """Returns the current assignment of samples, which changes with the ranks."""
     progress: Progress
     feed: TrainingFeed
     train_step: TrainStep
@@ -31,7 +31,7 @@ class StrategyContext:
 
 
 class Place(NamedTuple):
-    """How far a member of an elastic job has come. Places compare by progress."""
+    """How far a rank has come; the rank with the largest is the furthest."""
 
     has_state: bool
     rounds: int
@@ -117,11 +117,11 @@ class Strategy(Protocol):
         return
 
     def keeps_own(self, place: Place, furthest: Place) -> bool:
-        """Whether the state of a member of an elastic job stays complete even if :meth:`take_over` fails halfway."""
+        """Whether the state of a rank stays complete even if :meth:`take_over` fails halfway."""
         return False
 
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
-        """Continues with the replica of the member that has come furthest. All ranks must call it.
+        """Continues with the replica of the rank that has come furthest. All ranks must call it.
 
         Args:
             places: the places of all ranks.

@@ -1,15 +1,13 @@
-"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when they are restarted."""
+"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when again."""
 
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from hvdtrain.config import exclusions
-from hvdtrain.errors import DataError, DisagreementError, DivergenceError, HvdtrainError, StoppedEarly, UsageError
-from hvdtrain.system.hosts import Host, find_problems, read_hosts, remote_names
+from hvdtrain.errors import DataError, DisagreementError, DivergenceError, StoppedEarly, UsageError
+from hvdtrain.fault_tolerance.elastic.host_list import HostList
+from hvdtrain.system.hosts import Host, remote_names
 from hvdtrain.system.remote_process import start_remote
 
 # A restart would fail again.
@@ -20,67 +18,11 @@ _FINAL_CODES = tuple(
 _FIRST_SIGNAL, _UNREACHABLE = 128, 255
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _LONG_RUN_S = 300.0
-"""A process that has run for this long is restarted after the first pause."""
-_READ_S = 2.0
-_START_TIMEOUT_S = 30.0
-
-
-class HostList:
-    """The hosts to start processes on: this one, given ones, or those in a file, which may change.
-
-    Raises:
-        UsageError: the list or the file is malformed, empty or cannot be read.
-        HvdtrainError: a host is not ready.
-    """
-
-    def __init__(self, hosts: str | None, hostfile: Path | None, here: int):
-        if hosts is not None and hostfile is not None:
-            exclusions.require_compatible(exclusions.facts_from(exclusions.HOSTS, exclusions.HOSTFILE), known=())
-        self._file = hostfile
-        self._text = hosts or ""
-        self._read_at = 0.0
-        try:
-            if hostfile is not None:
-                self._text = hostfile.read_text()
-            self.hosts = read_hosts(self._text)
-        except (OSError, ValueError) as error:
-            raise UsageError(str(error)) from None
-        if not self.hosts:
-            if hosts is not None or hostfile is not None:
-                raise UsageError(f"there must be at least one host. Received: none in {hostfile or '--hosts'}")
-            self.hosts = [Host("localhost", here)] if here else []
-        if problems := find_problems(self.remote, Path(sys.executable), _START_TIMEOUT_S):
-            raise HvdtrainError("\n".join(problems))
-
-    @property
-    def remote(self) -> list[str]:
-        """The names of the other hosts."""
-        return remote_names(self.hosts)
-
-    @property
-    def num_slots(self) -> int:
-        return sum(host.slots for host in self.hosts)
-
-    def has_changed(self, now: float, say: Callable[[str], None]) -> bool:
-        """Reads the file again if it is due; returns whether the hosts have changed."""
-        if self._file is None or now < self._read_at:
-            return False
-        self._read_at = now + _READ_S
-        try:
-            text = self._file.read_text()
-            if text == self._text:
-                return False
-            self._text = text
-            hosts = read_hosts(text)
-        except (OSError, ValueError) as error:
-            say(f"{self._file} is ignored until it changes: {error}")
-            return False
-        before, self.hosts = self.hosts, hosts
-        return hosts != before
+"""A process that has lived for so long is started again after the first pause."""
 
 
 class Worker:
-    """A process of the job, restarted when it dies.
+    """A process of the job, started again when it dies.
 
     Args:
         number: tells the coordinator which process has connected.
@@ -96,7 +38,7 @@ class Worker:
         self._start_at = self._started_at = 0.0
         self.num_restarts = 0
         self.is_last = False
-        """Whether it will not be restarted."""
+        """Whether it is not started again."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -110,7 +52,7 @@ class Worker:
         if self.host is not None:
             self._process = start_remote(self.host, self._command, self._env)
         else:
-            # In a separate session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
+            # Its own session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
             self._process = subprocess.Popen(
                 self._command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -131,7 +73,7 @@ class Worker:
         return pause_s
 
     def kill(self) -> None:
-        """Kills the process and its descendants; on another host, only the process."""
+        """Kills the process and those that it has started; on another host, the process."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -198,8 +140,8 @@ class Workers:
         """Starts the workers that are due.
 
         Args:
-            has_trained: whether the job has had a generation. Before that, a worker that fails is not restarted,
-                because it would probably fail again; one that is killed is restarted up to three times.
+            has_trained: whether the job has had a generation. Before, a worker that fails is not started again: what
+                it fails of is likely to be the same in its next start. One that is killed is, three times.
 
         Returns:
             The exit code of the job if a worker's failure decides it.
@@ -217,7 +159,7 @@ class Workers:
             else:
                 pause_s = worker.restart_later(now)
                 where = f" on {worker.host}" if worker.host else ""
-                self._say(f"a process{where} ended with {_describe(code)}; restarting it in {pause_s:g} s")
+                self._say(f"a process{where} ended with {_describe(code)}; it is started again in {pause_s:g} s")
         return None
 
     def kill(self, number: int) -> None:
