@@ -53,10 +53,6 @@ class JobWatch:
     ):
         if stall_timeout_s < 0:
             raise UsageError(f"stall_timeout_s must be at least 0; 0 means never. Received: {stall_timeout_s}")
-        if collectives is None:
-            from hvdtrain.distributed import runtime  # takes seconds to import, and unit tests do not need it
-
-            collectives = runtime.current().collectives
         self._collectives = collectives
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
@@ -74,9 +70,14 @@ class JobWatch:
         Raises:
             JobError: on all ranks, if one cannot connect to rank 0.
         """
+        collectives = self._collectives
+        if collectives is None:
+            from hvdtrain.distributed import runtime  # takes seconds to import, and unit tests do not need it
+
+            collectives = runtime.current().collectives
         monitor = MonitorThread(
-            self._collectives.rank,
-            open_channel(self._collectives),
+            collectives.rank,
+            open_channel(collectives),
             stop_point=self._stop_point,
             position=lambda: self._position,
             exit_actions=self._run_exit_actions,

@@ -87,8 +87,8 @@ def jobs():
         job.close()
 
 
-def started(job: CoordinatedJob, size: int) -> list[Member]:
-    members = [Member(job) for _ in range(size)]
+def started(job: CoordinatedJob, size: int, **hello) -> list[Member]:
+    members = [Member(job, **hello) for _ in range(size)]
     for i, member in enumerate(members):
         assert member.receive("welcome")["must_warm_up"] is False
         assert member.receive("begin")["members"][i] == i
@@ -216,23 +216,20 @@ def test_the_error_of_one_rank_ends_all(jobs):
 
 def test_a_loss_where_ranks_cannot_change_starts_all_again(jobs):
     job = jobs(1, 2)
-    for _ in range(3):
-        first, second = Member(job), Member(job)
-        first.receive("begin")
-        second.receive("begin")
+
+    def survivor() -> Member:
+        first, second = started(job, 2)
         second.die()
         first.receive("cut")
         first.send(kind="restart")
+        return first
+
+    for _ in range(3):
+        first = survivor()
         first.receive("restart")
         first.die()
     assert job.coordinator.exit_code is None
-    first, second = Member(job), Member(job)
-    first.receive("begin")
-    second.receive("begin")
-    second.die()
-    first.receive("cut")
-    first.send(kind="restart")
-    assert first.receive("end")["code"] == 1
+    assert survivor().receive("end")["code"] == 1
     assert job.said[-1] == "a member was lost before the first step or after the last 4 times."
 
 
@@ -266,9 +263,7 @@ def test_a_process_with_other_options_is_refused(jobs):
 def test_a_silent_member_is_removed(jobs, heartbeats):
     now = [0.0]
     job = jobs(1, 2, clock=lambda: now[0])
-    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
-    first.receive("begin")
-    second.receive("begin")
+    first, _silent = started(job, 2, stall_timeout_s=5)
     now[0] = 4.0
     first.send(kind="heartbeat", heartbeats=heartbeats, step=1)
     wait_until(lambda: any(peer.received_at == 4.0 for peer in job.coordinator.peers))
@@ -285,9 +280,7 @@ def test_a_silent_member_is_removed(jobs, heartbeats):
 def test_the_member_that_the_others_wait_for_is_removed(jobs):
     now = [0.0]
     job = jobs(1, 2, clock=lambda: now[0])
-    first, second = (Member(job, stall_timeout_s=5) for _ in range(2))
-    first.receive("begin")
-    second.receive("begin")
+    first, second = started(job, 2, stall_timeout_s=5)
     first.send(kind="heartbeat", heartbeats=3, step=2)
     second.send(kind="heartbeat", heartbeats=2, step=1)
     wait_until(lambda: sorted(peer.heartbeats for peer in job.coordinator.peers) == [2, 3])

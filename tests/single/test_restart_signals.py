@@ -8,14 +8,31 @@ import pytest
 from restarted_jobs import Job
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
-def test_a_signal_is_forwarded_and_ends_the_restarts(job, number):
-    process = job.start("--restarts=3", *job.command("log_signals('job')\nlog('up')\nwait_for_signals()"))
+def started(job: Job, script: str, **options) -> subprocess.Popen:
+    """Starts a job that is restarted up to three times, and waits until it is up."""
+    process = job.start("--restarts=3", *job.command(script), **options)
     job.wait_for("up")
-    process.send_signal(number)
+    return process
+
+
+LOGGING = "log_signals('job')\nlog('up')\nwait_for_signals()"
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGINT, "SIGINT"),
+        (signal.SIGQUIT, "SIGQUIT"),
+        (signal.SIGHUP, "SIGTERM"),  # of a terminal that is lost
+    ],
+)
+def test_a_signal_is_forwarded_and_ends_the_restarts(job, sent, received):
+    process = started(job, LOGGING)
+    process.send_signal(sent)
     assert process.wait(timeout=10) == 75
-    assert job.lines() == ["start 1", "up", f"job got {number.name}", "job ends"]
-    assert job.messages() == [f"launch/run: forwarding {number.name} to the job, which is not restarted."]
+    assert job.lines() == ["start 1", "up", f"job got {received}", "job ends"]
+    assert job.messages() == [f"launch/run: forwarding {sent.name} to the job, which is not restarted."]
 
 
 COUNTING = """
@@ -31,8 +48,7 @@ sys.exit(9)
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_job_once(job):
-    process = job.start("--restarts=3", *job.command(COUNTING.format(finish=str(job.finish))))
-    job.wait_for("up")
+    process = started(job, COUNTING.format(finish=str(job.finish)))
     # The terminal signals the whole group.
     os.killpg(process.pid, signal.SIGINT)
     job.wait_for("got SIGINT")
@@ -42,8 +58,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_job_once(job):
 
 
 def test_signals_in_quick_succession_count_as_one(job):
-    process = job.start("--restarts=3", *job.command(COUNTING.format(finish=str(job.finish))))
-    job.wait_for("up")
+    process = started(job, COUNTING.format(finish=str(job.finish)))
     process.send_signal(signal.SIGINT)
     job.wait_for("got SIGINT")
     process.send_signal(signal.SIGTERM)
@@ -53,8 +68,7 @@ def test_signals_in_quick_succession_count_as_one(job):
 
 
 def test_a_later_second_signal_is_forwarded_too(job):
-    process = job.start("--restarts=3", *job.command(COUNTING.format(finish=str(job.finish))))
-    job.wait_for("up")
+    process = started(job, COUNTING.format(finish=str(job.finish)))
     process.send_signal(signal.SIGTERM)
     job.wait_for("got SIGTERM")
     job.later.touch()
@@ -65,21 +79,9 @@ def test_a_later_second_signal_is_forwarded_too(job):
     assert job.lines() == ["start 1", "up", "got SIGTERM", "got SIGTERM"]
 
 
-def test_a_lost_terminal_stops_the_job(job):
-    process = job.start("--restarts=3", *job.command("log_signals('job')\nlog('up')\nwait_for_signals()"))
-    job.wait_for("up")
-    process.send_signal(signal.SIGHUP)
-    assert process.wait(timeout=10) == 75
-    assert job.lines()[2:] == ["job got SIGTERM", "job ends"]
-
-
 def test_sighup_stays_ignored_under_nohup(job):
-    process = job.start(
-        "--restarts=3",
-        *job.command(f"log('up')\nwait_for_file({str(job.finish)!r})\ntime.sleep(0.2)"),
-        prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
-    job.wait_for("up")
+    script = f"log('up')\nwait_for_file({str(job.finish)!r})\ntime.sleep(0.2)"
+    process = started(job, script, prepare=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     process.send_signal(signal.SIGHUP)
     job.finish.touch()
     assert process.wait(timeout=10) == 0
@@ -137,8 +139,7 @@ def test_a_listener_outside_the_job_is_not_signalled(job, whose):
             other.kill()
             other.wait()
         script = f"os.getpid = lambda: {other.pid}\nnote_listener()\nlog_signals('job')\nlog('up')\nwait_for_signals()"
-        process = job.start("--restarts=3", *job.command(script))
-        job.wait_for("up")
+        process = started(job, script)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 75
         assert job.lines()[2:] == ["job got SIGTERM", "job ends"]
@@ -198,7 +199,6 @@ def test_a_launcher_without_local_ranks_gets_the_stop_signal(job):
 
 
 def test_does_not_wait_for_zombies(job):
-    process = job.start("--restarts=3", *job.command(WITH_ZOMBIE))
-    job.wait_for("up")
+    process = started(job, WITH_ZOMBIE)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=5) == 143

@@ -157,6 +157,16 @@ def test_importing_the_package_loads_neither_tensorflow_nor_mpi():
     assert output.strip() == "[]"
 
 
+def test_the_control_plane_of_elastic_jobs_loads_no_tensorflow():
+    """Its coordinator runs on any machine, and a member follows it while its main thread compiles."""
+    output = run(
+        "import importlib, pkgutil, sys, hvdtrain.fault_tolerance.elastic as package\n"
+        "names = [each.name for each in pkgutil.iter_modules(package.__path__, f'{package.__name__}.')]\n"
+        "print(len([importlib.import_module(name) for name in names]) > 5, 'tensorflow' in sys.modules)"
+    )
+    assert output.split() == ["True", "False"]
+
+
 START_UP = """
 import hvdtrain
 hvdtrain.DistributedOptimizer

@@ -22,9 +22,7 @@ class ElasticWatch(JobWatch):
     """
 
     def __init__(self, admission: Admission, *, stall_timeout_s: float):
-        from hvdtrain.distributed.single_process import SingleProcessCollectives  # not above: it imports TensorFlow
-
-        super().__init__(SingleProcessCollectives(), stall_timeout_s=stall_timeout_s)
+        super().__init__(stall_timeout_s=stall_timeout_s)
         self.coordinator = CoordinatorLink(
             admission,
             stop_point=self._stop_point,
