@@ -9,9 +9,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import restarted_jobs
+from coordinated_jobs import CoordinatedJob
 from made_up_jobs import Job
 
 from hvdtrain.config.wording import naming_flags
+from hvdtrain.fault_tolerance.elastic.membership import Membership
 
 
 def _signal_handlers() -> dict[signal.Signals, object]:
@@ -118,3 +120,17 @@ def url(cache):
     MemoryFileSystem.store.clear()
     yield "memory://bucket/folder"
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def jobs():
+    """Starts coordinators of elastic jobs and closes them after the test."""
+    made: list[CoordinatedJob] = []
+
+    def make(minimum: int, maximum: int, **options) -> CoordinatedJob:
+        made.append(CoordinatedJob(Membership(minimum, maximum), **options))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()

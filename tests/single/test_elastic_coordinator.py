@@ -2,21 +2,18 @@
 
 import json
 import socket
-import threading
 import time
 import urllib.request
 
 import pytest
+from coordinated_jobs import CoordinatedJob
 from made_up_jobs import wait_until
-
-from hvdtrain.fault_tolerance.elastic.coordinator import Coordinator
-from hvdtrain.fault_tolerance.elastic.membership import Membership
 
 
 class Member:
     """A member without a process: sends and receives lines."""
 
-    def __init__(self, job: "CoordinatedJob", token: str = "secret", **hello):
+    def __init__(self, job: CoordinatedJob, token: str = "secret", **hello):
         self._socket = socket.create_connection(("127.0.0.1", job.coordinator.port), timeout=5)
         self._lines = self._socket.makefile("r")
         facts = {
@@ -46,45 +43,6 @@ class Member:
     def die(self) -> None:
         self._lines.close()
         self._socket.close()
-
-
-class CoordinatedJob:
-    def __init__(self, membership: Membership, **options):
-        self.said: list[str] = []
-        self.removed: list[int] = []
-        options = {
-            "token": "secret",
-            "start_size": membership.maximum,
-            "timeout_s": 60,
-            "endpoint": ("127.0.0.1", 0),
-            **options,
-        }
-        self.coordinator = Coordinator(membership, say=self.said.append, on_removed=self.removed.append, **options)
-        self._ends = False
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._ends:
-            self.coordinator.poll(0.01)
-
-    def close(self) -> None:
-        self._ends = True
-        self._thread.join()
-        self.coordinator.close()
-
-
-@pytest.fixture
-def jobs():
-    made: list[CoordinatedJob] = []
-
-    def make(minimum: int, maximum: int, **options) -> CoordinatedJob:
-        made.append(CoordinatedJob(Membership(minimum, maximum), **options))
-        return made[-1]
-
-    yield make
-    for job in made:
-        job.close()
 
 
 def started(job: CoordinatedJob, size: int, **hello) -> list[Member]:
