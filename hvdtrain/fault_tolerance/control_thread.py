@@ -30,10 +30,10 @@ PeerT = TypeVar("PeerT")
 
 
 class ControlThread(Generic[PeerT]):
-    """Waits for connections, signals and requests of the main thread; never for the main thread, nor TensorFlow.
+    """Serves connections, signals and requests of the main thread, for which it never waits; calls no TensorFlow.
 
-    A subclass defines whom it communicates with, and how, by the methods that raise NotImplementedError. ``PeerT`` is
-    what it knows of the other end of a connection.
+    A subclass defines with whom it communicates, and how: it overrides the methods that raise NotImplementedError.
+    ``PeerT`` is what it knows of the other end of a connection.
 
     Args:
         name: of the thread.
