@@ -28,7 +28,7 @@ from hvdtrain.system.terminal import report, stdout_is_terminal
 from hvdtrain.tasks.task import Task
 
 _CONFIG, _SUMMARY, _MODEL, _LOCK = "config.json", "summary.json", "model.keras", ".lock"
-_LOCK_TIMEOUT_S = 10.0
+LOCK_TIMEOUT_S = 10.0
 # A job that lost its launcher may still be saving when launch/run --restarts starts it again.
 _LOCK_TIMEOUT_RESTARTED_S = 300.0
 
@@ -256,7 +256,7 @@ def _locked(path: Path) -> TextIO:
     """
     require_regular(path)
     file = path.open("a")
-    timeout_s = _LOCK_TIMEOUT_RESTARTED_S if environment.restart_number() else _LOCK_TIMEOUT_S
+    timeout_s = _LOCK_TIMEOUT_RESTARTED_S if environment.restart_number() else LOCK_TIMEOUT_S
     deadline_s = time.monotonic() + timeout_s
     has_reported = False
     while True:

@@ -65,7 +65,7 @@ def open_run(files: RunFiles, task_name: str, data_dir: str | None, collectives:
         JobError: on every rank: the folder holds no run, or another user's run whose task was not named, or the task's
             data are missing.
     """
-    values = on_first_rank(lambda: _read_config(files, task_name), collectives)
+    values = on_first_rank(lambda: read_config(files, task_name), collectives)
     if data_dir is not None:
         values["data_dir"] = data_dir
     config = on_every_rank(lambda: _make_config(values, files.name), collectives)
@@ -78,8 +78,18 @@ def open_run(files: RunFiles, task_name: str, data_dir: str | None, collectives:
     return TrainedRun(config, task, data, model, checkpointer)
 
 
-def _read_config(files: RunFiles, task_name: str) -> dict[str, Any]:
-    """Reads config.json or, if it is damaged, the copy of it in the latest intact checkpoint."""
+def read_config(files: RunFiles, task_name: str) -> dict[str, Any]:
+    """Reads config.json or, if it is damaged, the copy of it in the latest intact checkpoint.
+
+    Args:
+        task_name: the task that the user has named.
+
+    Returns:
+        The options of the run, by their flat names.
+
+    Raises:
+        DataError: there is neither, or they name a task of another user that ``task_name`` does not.
+    """
     path = source = files.path_of(_CONFIG)
     try:
         values = read_object(path)

@@ -24,8 +24,9 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_r
 if TYPE_CHECKING:
     from hvdtrain.distributed.collectives import Collectives
 
-_MANY_FILES = 1000
-_MAX_CHECKS = 10**6
+MANY_FILES = 1000
+"""The number of files from which it is cached which of them are GZIP files."""
+MAX_CHECKS = 10**6
 """The most checks of files by all ranks together, though each file is checked by at least one rank."""
 
 
@@ -65,7 +66,7 @@ def find_files(
         JobError: on every rank, if one finds no file, or cannot read one.
     """
     found = on_first_rank(lambda: _found(patterns, cache_dir), collectives)
-    if len(found) * collectives.size <= _MAX_CHECKS:
+    if len(found) * collectives.size <= MAX_CHECKS:
         files = on_every_rank(lambda: _found(patterns, cache_dir) if collectives.rank else found, collectives)
     else:
         files = on_every_rank(lambda: _as_found_here(found, cache_dir) if collectives.rank else found, collectives)
@@ -75,7 +76,7 @@ def find_files(
 
 def to_check(num_files: int, rank: int, size: int) -> range:
     """The numbers of the files that a rank checks: all, or its part of them in large jobs."""
-    count = min(num_files, max(-(-num_files // size), _MAX_CHECKS // size))
+    count = min(num_files, max(-(-num_files // size), MAX_CHECKS // size))
     start = min(rank * count % num_files, num_files - count)
     return range(start, start + count)
 
@@ -137,7 +138,7 @@ def _files_in(paths: Iterable[str]) -> dict[str, os.stat_result]:
 
 def _packed(names: Sequence[str], statuses: dict[str, os.stat_result], cache_folder: Path) -> set[str]:
     """The GZIP files among them; for very many files this is cached, so that a job need not open each of them."""
-    if len(names) < _MANY_FILES:
+    if len(names) < MANY_FILES:
         return {name for name in names if _is_packed(name)}
     states = [(os.path.abspath(name), statuses[name].st_size, statuses[name].st_mtime_ns) for name in names]
     digest = hashlib.sha256(repr(states).encode(errors="surrogateescape"))

@@ -24,7 +24,8 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_r
 if TYPE_CHECKING:
     from hvdtrain.distributed.collectives import Collectives
 
-_PIECE_RECORDS = 1 << 21
+PIECE_RECORDS = 1 << 21
+"""Offsets that are sent in one message."""
 _OFFSET = np.dtype("<i8")
 
 
@@ -183,8 +184,8 @@ def _share(path: Path, table: FileTable, collectives: "Collectives") -> None:
     own = np.memmap(path, _OFFSET, "r") if collectives.rank == 0 else None
     with contextlib.ExitStack() as stack:
         file = on_every_rank(lambda: stack.enter_context(_new_file(path)) if is_missing else None, collectives)
-        for start in range(0, table.num_records, _PIECE_RECORDS):
-            sent = None if own is None else own[start : start + _PIECE_RECORDS].tobytes()
+        for start in range(0, table.num_records, PIECE_RECORDS):
+            sent = None if own is None else own[start : start + PIECE_RECORDS].tobytes()
             _write_piece(file, collectives.allgather(sent)[0], collectives)
         on_every_rank(stack.close, collectives)
 

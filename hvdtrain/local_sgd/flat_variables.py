@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-_BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 32 << 20
+"""The most bytes of one flat tensor, unless a single variable is larger."""
 
 
 class FlatVariables:
@@ -32,7 +33,7 @@ class FlatVariables:
     def _add(self, variables: Sequence[keras.Variable], wire: tf.DType) -> None:
         bucket: list[keras.Variable] = []
         for variable in variables:
-            if bucket and _bytes([*bucket, variable], wire) > _BUCKET_BYTES:
+            if bucket and _bytes([*bucket, variable], wire) > BUCKET_BYTES:
                 self._buckets.append((wire, bucket))
                 bucket = []
             bucket.append(variable)

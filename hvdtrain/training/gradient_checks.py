@@ -13,7 +13,7 @@ from hvdtrain.training.loss_marker import LossMarker
 from hvdtrain.training.step_times import StepTimes
 
 _NOT_FINITE = "hvdtrain: the averaged gradient is not finite"
-_HELD_BYTES = 16 << 20
+HELD_BYTES = 16 << 20
 """Bytes of this rank's gradients that are kept until the step is known to be finite."""
 
 
@@ -154,7 +154,7 @@ def _record_compression_error(record: GradientRecord, reduced: ReducedGradients)
 
 
 def _with_sums(reduced: ReducedGradients) -> list[tf.Tensor]:
-    """The buckets as sent, up to ``_HELD_BYTES`` together, and the sums of the others.
+    """The buckets as sent, up to ``HELD_BYTES`` together, and the sums of the others.
 
     Gradients are no longer needed once they are sent. Kept for the search for NaN, those of a large model would take
     as much memory as the model.
@@ -163,7 +163,7 @@ def _with_sums(reduced: ReducedGradients) -> list[tf.Tensor]:
     for i, bucket in enumerate(reduced.sent):
         if i in reduced.sums:
             result.append(reduced.sums[i])
-        elif held + num_bytes(bucket) <= _HELD_BYTES:
+        elif held + num_bytes(bucket) <= HELD_BYTES:
             held += num_bytes(bucket)
             result.append(bucket)
         else:

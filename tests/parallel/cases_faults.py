@@ -155,7 +155,7 @@ class BrokenGradient(keras.layers.Layer):
 def test_a_non_finite_gradient_is_named_with_its_variable(is_large, monkeypatch):
     """Also if gradients are so large that they are not kept until the step is known to be finite."""
     if is_large:
-        monkeypatch.setattr(gradient_checks, "_HELD_BYTES", 0)
+        monkeypatch.setattr(gradient_checks, "HELD_BYTES", 0)
         monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 64)
         monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
     x = X.copy()

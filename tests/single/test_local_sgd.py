@@ -55,7 +55,7 @@ def test_learning_rate_and_iterations_are_not_slots():
 
 
 def test_flat_variables_read_copies_of_all_variables(monkeypatch):
-    monkeypatch.setattr(flat_variables, "_BUCKET_BYTES", 64)
+    monkeypatch.setattr(flat_variables, "BUCKET_BYTES", 64)
     rng = np.random.default_rng(0)
     kinds = [((2, 3), "float32"), ((), "float16"), ((4,), "float64"), ((30,), "float32"), ((5,), "bfloat16")]
     variables = [keras.Variable(rng.normal(size=shape), dtype=kind) for shape, kind in kinds]

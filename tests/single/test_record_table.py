@@ -56,7 +56,7 @@ def test_records_are_found_in_memory_and_in_a_file_alike(folder, tmp_path, monke
     assert not (tmp_path / "small" / "a" / "records").exists()
     monkeypatch.setattr(record_table, "MAX_IN_MEMORY", 10)
     # So that a host receives several pieces.
-    monkeypatch.setattr(record_table, "_PIECE_RECORDS", 8)
+    monkeypatch.setattr(record_table, "PIECE_RECORDS", 8)
     for hosts in ("aab", "aaa"):  # the second time, with a cache folder that hosts share
         for stored in tmp_path.glob("large/*/records/*"):
             stored.unlink()
@@ -153,7 +153,7 @@ def test_each_file_is_checked_by_a_rank(files, size):
 
 
 def test_in_large_jobs_only_rank_0_looks_for_files(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "_MAX_CHECKS", 11)
+    monkeypatch.setattr(record_files, "MAX_CHECKS", 11)
     monkeypatch.setattr(record_table, "MAX_IN_MEMORY", 10)
     looked = []
     iglob = glob.iglob
@@ -166,7 +166,7 @@ def test_in_large_jobs_only_rank_0_looks_for_files(folder, tmp_path, monkeypatch
 
 
 def test_packed_files_are_remembered(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_files, "_MANY_FILES", 2)
+    monkeypatch.setattr(record_files, "MANY_FILES", 2)
     first = opened(folder, tmp_path)
     monkeypatch.setattr(record_files, "is_packed", None)
     assert [places(table) for table in opened(folder, tmp_path)] == [places(table) for table in first]

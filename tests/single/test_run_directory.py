@@ -54,7 +54,7 @@ def test_resume_decides_which_folders_can_be_claimed(tmp_path):
 
 
 def test_a_folder_is_used_by_one_job_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_directory, "_LOCK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(run_directory, "LOCK_TIMEOUT_S", 0.3)
     first = claimed(tmp_path / "run")
     with pytest.raises(DataError, match=r"to which another job has been writing for 0\.3 s"):
         claimed(tmp_path / "run", "auto")
@@ -217,13 +217,13 @@ def test_a_damaged_configuration_is_read_from_the_latest_intact_checkpoint(tmp_p
 def test_the_code_of_another_users_run_is_executed_only_if_it_is_named(task, tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"task": task}))
-    assert trained_run._read_config(RunFiles(tmp_path), "digits") == {"task": task}
+    assert trained_run.read_config(RunFiles(tmp_path), "digits") == {"task": task}
     monkeypatch.setattr(os, "geteuid", lambda: config.stat().st_uid + 1)
     with pytest.raises(DataError, match=r"task of another user's run must be named.* belongs to user ID .*--task"):
-        trained_run._read_config(RunFiles(tmp_path), "digits")
-    assert trained_run._read_config(RunFiles(tmp_path), task) == {"task": task}
+        trained_run.read_config(RunFiles(tmp_path), "digits")
+    assert trained_run.read_config(RunFiles(tmp_path), task) == {"task": task}
     config.write_text('{"task": "mnist"}')
-    assert trained_run._read_config(RunFiles(tmp_path), "digits") == {"task": "mnist"}
+    assert trained_run.read_config(RunFiles(tmp_path), "digits") == {"task": "mnist"}
 
 
 def test_a_run_whose_folder_was_deleted_meanwhile_ends_complete(tmp_path, capfd):
