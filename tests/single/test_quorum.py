@@ -269,7 +269,7 @@ def test_contributions_are_recorded_and_continued(tmp_path):
     assert read_contributions(path, 3) == [(0, 1), (2,), (1,)]
     with pytest.raises(UsageError, match=r"3 updates of 7"):
         ContributionFile(path, 3).start(7)
-    with pytest.raises(UsageError, match=r"as many ranks\. Received: .*, of 3 ranks, on 2\."):
+    with pytest.raises(UsageError, match=r"the recorded number of ranks\. Received: .*, of 3 ranks, on 2\."):
         read_contributions(path, 2)
     (tmp_path / "other").write_text('{"ranks": 3}\n[0, 3]\n')
     with pytest.raises(UsageError, match="ranks below 3"):

@@ -78,7 +78,7 @@ def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
         raise UsageError(f"contributions must be lists of ranks below {ranks}. Received: others in {path}")
     if ranks != num_ranks:
         raise UsageError(
-            "contributions must be of a run with the same number of ranks. Received: "
+            f"{option('replay')} must use the recorded number of ranks. Received: "
             f"{path}, of {ranks} ranks, on {num_ranks}."
         )
     return found
