@@ -1,4 +1,4 @@
-"""Every pair of options that no rule excludes trains, on two ranks: in as few runs as hold them all."""
+"""Every pair of options that no rule excludes trains, on two ranks, in as few runs as cover them all."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def with_needs(options: list[Option]) -> list[Option]:
 
 
 def covering_runs() -> list[list[Option]]:
-    """Sets of options that go together, which hold every pair that goes together."""
+    """Sets of compatible options that cover every compatible pair."""
     pairs = {frozenset(pair) for pair in itertools.combinations(CHOSEN, 2) if are_compatible(with_needs(list(pair)))}
     runs = []
     while pairs:

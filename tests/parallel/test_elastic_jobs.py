@@ -1,4 +1,4 @@
-"""Elastic jobs: processes die, leave, join and stand still, and the run stays that of one process."""
+"""Elastic jobs: processes die, leave, join and hang, and the run stays that of one process."""
 
 import itertools
 import json

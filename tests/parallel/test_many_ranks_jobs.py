@@ -133,7 +133,7 @@ def test_equal_to_one_process(launcher, ranks, one_process, jobs):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("launcher", [MPI, GLOO])
 def test_a_stop_and_a_lost_rank_are_resumed_on_other_numbers(launcher, ranks, one_process, jobs):
-    """Each of the three jobs has another number of ranks, and the last another launcher."""
+    """Each of the three jobs has a different number of ranks, and the last a different launcher."""
     jobs.require_memory(ranks)
     stopped = jobs.train(ranks, launcher, event=(5, ranks // 2, "SIGTERM", "before"))
     # horovodrun --gloo returns 1 for any failure.

@@ -1,4 +1,5 @@
-"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when again; with an ssh that stays here."""
+"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when they are restarted; with an ssh that stays
+on this host."""
 
 import os
 import signal

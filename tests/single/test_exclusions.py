@@ -1,4 +1,5 @@
-"""What excludes what: every rule is about facts that exist, is worded for its reader, and is asked where they meet."""
+"""What excludes what: every rule is about facts that exist, is worded for users, and is checked where they are
+known."""
 
 import importlib.util
 import itertools
@@ -37,7 +38,7 @@ OF_A_RUN = [each for each in exclusions.OPTIONS if each.name in option_names(Run
 
 
 def with_what_they_need(options):
-    """The options, and those without which they have no meaning."""
+    """The options, and those that they need to have an effect."""
     chosen = list(options)
     for each in chosen:
         chosen += [

@@ -1,6 +1,7 @@
 """What a new user calls first: init, compare and completion."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -64,8 +65,10 @@ def test_mistakes_are_reported_in_one_line(arguments, code, message, capsys):
 
 
 def make_runs(folder: Path) -> list[Path]:
-    """A complete run, one that runs, an old one without elapsed seconds, and a damaged one."""
-    complete, running, old, damaged = runs = [folder / name for name in ("complete", "running", "old", "damaged")]
+    """A complete run, one that runs, one without elapsed seconds, and a damaged one."""
+    complete, running, untimed, damaged = runs = [
+        folder / name for name in ("complete", "running", "untimed", "damaged")
+    ]
     for path in runs:
         path.mkdir()
     summary = {
@@ -84,7 +87,7 @@ def make_runs(folder: Path) -> list[Path]:
     ]
     (running / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"event": "tr')
     lines = [{"event": "train", "time": 50.0, "step": 5, "loss": 1.0}, {"event": "end", "time": 53.0, "step": 5}]
-    (old / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (untimed / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     (damaged / "summary.json").write_text('{"steps": "many", "loss": NaN, "eval": [1], "ranks": true, "task": 5')
     (damaged / "metrics.jsonl").write_text(
         '{"event": "train", "step": "x", "loss": null}\n{"event": "eval", "loss": []}\n'
@@ -100,7 +103,7 @@ def test_compare_reads_incomplete_runs(tmp_path):
     assert rows == [
         "complete digits sync 2 552 0.0018 0.05 0.98 16598 5.5 s 15 %",
         "running cifar10 local - 10 (unfinished) 2.5 2.25 - 50 2.0 s -",
-        "old - - - 5 (unfinished) 1 - - - - -",
+        "untimed - - - 5 (unfinished) 1 - - - - -",
         "damaged - - - - (unfinished) - - - - - -",
     ]
     assert len({len(line) for line in text.splitlines()}) == 1, "the columns are aligned"
@@ -110,7 +113,7 @@ def test_compare_draws_losses_against_steps_and_time(tmp_path, capsys):
     runs = [compare.read_run(path) for path in make_runs(tmp_path)]
     assert runs[1].curve("train") == ([10], [1.5], [2.5])
     assert runs[1].curve("eval") == ([10], [2.0], [2.25])
-    assert runs[2].curve("train") == ([5], [0.0], [1.0]), "seconds since the first line"
+    assert runs[2].curve("train") == ([5], [math.nan], [1.0])
     assert runs[3].curve("train") == ([], [], [])
     plot = tmp_path / "loss.png"
     assert cli.main(["compare", *(run.name for run in runs), "--plot", str(plot)]) == 0

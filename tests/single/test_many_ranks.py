@@ -1,4 +1,4 @@
-"""Jobs with so many ranks that rank 0 hears them less often: one real rank, hundreds of simulated ones."""
+"""Jobs with so many ranks that rank 0 receives fewer heartbeats: one real rank, hundreds of simulated ones."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs as they are found on made-up machines, and what doctor says of them."""
+"""NVIDIA's GPUs as they are found on made-up machines, and what doctor reports about them."""
 
 import pytest
 
