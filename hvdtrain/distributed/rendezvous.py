@@ -40,7 +40,7 @@ class Rendezvous:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
 
     def start(self) -> None:
-        """Answers what has been asked, and what will be."""
+        """Starts to answer requests, including those already received."""
         self._thread.start()
 
     @property

@@ -1,4 +1,4 @@
-"""Elastic training loops of your own: ranks are lost, leave and join while the loop goes on."""
+"""Your own elastic training loops: ranks are lost, leave and join while the loop continues."""
 
 from hvdtrain.elastic.loop import Ranks, State, init, run
 

@@ -1,4 +1,4 @@
-"""The state of an elastic loop, and the function that calls the loop again each time that the ranks change."""
+"""The state of an elastic loop, and the function that calls the loop again whenever the ranks change."""
 
 import atexit
 import copy
@@ -45,7 +45,7 @@ def init(
         seed: for Keras, NumPy and Python, the same on every rank; None: no seed is set.
         threads: compute threads of this rank; None: a fair share of the host's cores.
         deterministic: make runs bit-identical, at the cost of speed.
-        stall_timeout_s: how long a rank may be silent, or keep the others waiting, before it is removed; 0: for ever.
+        stall_timeout_s: how long a rank may be silent, or keep the others waiting, before it is removed; 0: forever.
 
     Raises:
         SystemExit: the job has ended already, or has another program, arguments or versions; after a message.
@@ -74,7 +74,7 @@ class State:
 
     Args:
         model: built and compiled with a distributed optimizer.
-        variables: others that training changes, equally on all ranks.
+        variables: other variables that training changes, equally on all ranks.
 
     Raises:
         UsageError: the model is not built or not compiled, or a value has the name of a method.
@@ -104,10 +104,10 @@ class State:
         self._save()
 
     def commit(self) -> None:
-        """Keeps this state: from here, other ranks continue. Ranks may change here, and only here, as a plan.
+        """Keeps this state, from which other ranks can continue. Planned membership changes happen only here.
 
-        All ranks must call it at the same points of the loop, for instance after each step. A loss in between repeats
-        what has happened since. It costs a copy of all variables.
+        All ranks must call it at the same points of the loop, for instance after each step. After a loss, what has
+        happened since the last commit is repeated. It costs a copy of all variables.
 
         Raises:
             Exception: the ranks change, or the job stops; do not catch it.
@@ -180,15 +180,16 @@ def run(
     warm_up: Callable[[], object] = lambda: None,
     on_stop: Callable[[], object] = lambda: None,
 ) -> None:
-    """Calls ``train`` until it returns, again with other ranks each time that they change.
+    """Calls ``train`` until it returns, and again whenever the ranks change.
 
-    All ranks start with rank 0's state. In a job whose ranks do not change, as of horovodrun, ``train`` is called once.
+    All ranks start with rank 0's state. In a job whose ranks do not change, as under horovodrun, ``train`` is called
+    once.
 
     Args:
         train: receives the ranks, trains from ``state`` on and calls ``state.commit()``. It divides the data by the
             ranks that it receives, and must not catch exceptions of a step.
         warm_up: called in a process that joins, before the others pause for it: make a step on made-up data here, so
-            that it is compiled. What it changes is undone.
+            that it is compiled. Its changes are undone.
         on_stop: called on rank 0 if the job is stopped by SIGTERM, with ``state`` as of the last commit: save it here.
             The process ends with exit code 75.
     """

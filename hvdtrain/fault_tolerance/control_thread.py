@@ -36,7 +36,7 @@ class ControlThread(Generic[PeerT]):
     ``PeerT`` is what it knows of the other end of a connection.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
         process_name: this process in messages.
         heartbeat_interval_s: time between two heartbeats.
         exit_actions: called before another process ends this one.
@@ -100,10 +100,10 @@ class ControlThread(Generic[PeerT]):
         self._release()
 
     def _call(self, request: Callable[[], None]) -> None:
-        """Has this thread call a function."""
+        """Calls a function on this thread."""
         if self._thread.is_alive():
             self._requests.append(request)
-            with contextlib.suppress(BlockingIOError):  # It is awake already.
+            with contextlib.suppress(BlockingIOError):  # The thread is awake already.
                 self._wake_writer.send(bytes(1))
 
     def _release(self) -> None:
@@ -128,14 +128,14 @@ class ControlThread(Generic[PeerT]):
 
     @property
     def due_at(self) -> float:
-        """When :meth:`poll` has something to do at the latest, by this thread's clock."""
+        """The latest time at which :meth:`poll` has something to do, by this thread's clock."""
         return self._heartbeat_at
 
     def poll(self, wait_s: float | None = None) -> None:
-        """Receives messages, signals and requests, and does what is due.
+        """Receives messages, signals and requests, and handles everything that is due.
 
         Args:
-            wait_s: waits at most this long for any of it (default: as long as it takes).
+            wait_s: waits at most this long for any of these (default: as long as it takes).
         """
         until_due_s = max(0.0, self.due_at - self._clock())
         ready = self._ready(until_due_s if wait_s is None else min(wait_s, until_due_s))
@@ -152,7 +152,7 @@ class ControlThread(Generic[PeerT]):
         self._check_deadlines()
 
     def _watch(self, connection: Connection, peer: PeerT) -> None:
-        """Receives from a connection from now on."""
+        """Starts to receive from a connection."""
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _disconnect(self, connection: Connection) -> None:
@@ -213,7 +213,7 @@ class ControlThread(Generic[PeerT]):
         raise NotImplementedError
 
     def _extend_deadlines(self, gap_s: float) -> None:
-        """Extends all deadlines by a time in which this process, and perhaps its host, was suspended."""
+        """Extends all deadlines by the time for which this process, and perhaps its host, was suspended."""
         raise NotImplementedError
 
     def _handle_first_signal(self, name: str) -> None:
@@ -223,7 +223,7 @@ class ControlThread(Generic[PeerT]):
         """Called before this process ends at once."""
 
     def _say_bye(self) -> None:
-        """Sends what the others need to know if this process leaves in order."""
+        """Sends what the others need to know if this process leaves regularly."""
         raise NotImplementedError
 
 

@@ -39,8 +39,7 @@ class JobWatch:
 
     Args:
         collectives: used to exchange addresses (default: those of ``hvdtrain.init()``).
-        stall_timeout_s: ends the job if no heartbeat of a rank arrives, or no rank makes progress, for this long;
-            0: never.
+        stall_timeout_s: ends the job if a rank sends no heartbeat, or no rank makes progress, for this long; 0: never.
         clock: returns the time in seconds; monotonic.
     """
 
@@ -72,7 +71,7 @@ class JobWatch:
         """
         collectives = self._collectives
         if collectives is None:
-            from hvdtrain.distributed import runtime  # takes seconds to import, and unit tests do not need it
+            from hvdtrain.distributed import runtime  # It takes seconds to import, and unit tests do not need it.
 
             collectives = runtime.current().collectives
         monitor = MonitorThread(

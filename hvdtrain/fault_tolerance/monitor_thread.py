@@ -38,8 +38,7 @@ class MonitorThread(ControlThread[Peer]):
         stop_point: shared with the main thread.
         position: returns the main thread's latest heartbeat.
         exit_actions: called before another rank ends this process.
-        stall_timeout_s: ends the job if no heartbeat of a rank arrives, or no rank makes progress, for this long;
-            0: never.
+        stall_timeout_s: ends the job if a rank sends no heartbeat, or no rank makes progress, for this long; 0: never.
         clock: returns the time in seconds; monotonic.
     """
 
@@ -144,7 +143,7 @@ class MonitorThread(ControlThread[Peer]):
             self._end_for(Failure(loss_of(lost, self._position())))
 
     def _receive_from(self, ready: Sequence[Peer]) -> list[Peer]:
-        """Handles what these ranks have sent; returns those that are lost."""
+        """Handles the messages of these ranks; returns the ranks that are lost."""
         for peer in ready:
             for message in peer.connection.receive():
                 peer.received_at = self._now

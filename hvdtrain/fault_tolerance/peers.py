@@ -1,11 +1,11 @@
-"""What a rank knows of the ranks that it is connected to, and how often they send heartbeats."""
+"""What a rank knows about the ranks that it is connected to, and how often they send heartbeats."""
 
 from collections.abc import Iterable, Sequence
 
 from hvdtrain.fault_tolerance.channel import Connection, Message, line_of
 from hvdtrain.fault_tolerance.stall_detection import Position
 
-# Of all ranks together, each way: in larger jobs, each sends fewer than one a second.
+# Heartbeats of all ranks together, each way: in larger jobs, each rank sends fewer than one a second.
 _MAX_HEARTBEATS_PER_S = 64
 _MANY_RANKS = 32
 _GATHER_S = 0.2
@@ -55,7 +55,7 @@ def send_heartbeats(peers: Iterable[Peer], position: Position) -> None:
 
 
 def loss_of(lost: Sequence[Peer], own_position: Position) -> str:
-    """Says which ranks were lost, and at which step."""
+    """The message about which ranks were lost, and at which step."""
     first, *more = sorted(lost, key=lambda peer: peer.rank)
     # Their last heartbeats may be seconds old; this rank has made about the same progress.
     last = max((own_position, *(peer.position for peer in lost)), key=lambda position: position.heartbeats)

@@ -13,7 +13,7 @@ class Failure(NamedTuple):
 
     text: str
     details: str = ""
-    """Further lines."""
+    """Additional lines."""
     after_s: float = 0.0
     """How much later than this rank another one may find the same failure."""
 
@@ -22,9 +22,9 @@ class RankTimeouts:
     """One rank's deadlines for the ranks that it is connected to; rank 0 also measures the progress of all ranks.
 
     Args:
-        rank: this one.
-        peers: the connected ones, of which some may leave.
-        names: of all ranks in messages.
+        rank: this rank.
+        peers: the connected ranks, some of which may leave.
+        names: the names of all ranks in messages.
         position: returns the main thread's latest heartbeat.
         main_thread: the identifier of the thread whose stack is reported.
         stall_timeout_s: how long a rank may be silent, or all ranks make no progress; 0: forever.
@@ -68,7 +68,7 @@ class RankTimeouts:
         self._stall.reset(now)
 
     def extend(self, gap_s: float) -> None:
-        """Extends all deadlines by a time in which this process did not run."""
+        """Extends all deadlines by a time for which this process did not run."""
         self._stall.extend(gap_s)
         for peer in self._peers.values():
             peer.received_at += gap_s

@@ -63,7 +63,7 @@ class StallDetector:
         self.stacks_requested = False
 
     def extend(self, gap_s: float) -> None:
-        """Excludes a time in which this process did not run."""
+        """Excludes a time for which this process did not run."""
         self._since += gap_s
 
     def stalled_s(self, now: float) -> float:

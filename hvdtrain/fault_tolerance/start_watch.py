@@ -16,12 +16,12 @@ MIN_TIMEOUT_S = 120.0
 
 
 class StartWatch:
-    """In the block, a rank that has waited too long for others says so and ends the job with exit code 1.
+    """In the block, a rank that has waited too long for others reports this and ends the job with exit code 1.
 
-    A rank that stands still, or never starts, cannot be asked: it is the one that does not report.
+    A rank that hangs, or never starts, is the one that does not report.
 
     Args:
-        timeout_s: at least 120 s count; 0: waits forever.
+        timeout_s: how long to wait, at least 120 s; 0: forever.
     """
 
     def __init__(self, timeout_s: float):
@@ -41,7 +41,7 @@ class StartWatch:
         launcher = environment.launcher()
         report(
             launcher.rank,
-            f"has waited {self._timeout_s:g} s for all ranks to start. A rank that does not report this stands still, "
+            f"has waited {self._timeout_s:g} s for all ranks to start. A rank that does not report this hangs, "
             f"or has not reached hvdtrain.init(); {option('stall_timeout')} sets the time.",
         )
         time.sleep(_REPORTING_S)

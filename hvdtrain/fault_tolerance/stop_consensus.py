@@ -54,7 +54,7 @@ class StopPoint:
             self._changed.notify_all()
 
     def restart(self) -> None:
-        """Begins to count anew: all ranks have stopped at a check, and continue together."""
+        """Starts to count from 0 again: all ranks have stopped at a check, and continue together."""
         with self._changed:
             self._passed = 0
             self._is_pending = False
@@ -127,7 +127,7 @@ class StopConsensus:
             self._send_all({"kind": "stop", "reason": reason})
 
     def handle(self, rank: int, message: Message) -> None:
-        """Handles a message of another rank, if it is about a stop."""
+        """Handles a message of another rank if it concerns a stop."""
         match message:
             case {"kind": "stop", "reason": reason}:
                 self._propose(reason)

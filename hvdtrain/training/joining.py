@@ -14,7 +14,7 @@ from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.pipeline import GradientPipeline
 
 _MAX_ATTEMPTS = 20
-"""How many generations may fail one after the other while a process connects to them."""
+"""The most generations that may fail in a row while a process connects to them."""
 
 
 class MembershipChange(Exception):  # noqa: N818
@@ -25,7 +25,7 @@ class LoopState(Protocol):
     """What the ranks of a loop have in common, and how a rank takes it over from another one."""
 
     remedy: str
-    """What to do if it was lost with the ranks that had it."""
+    """The remedy if the state was lost with the ranks that had it."""
 
     @property
     def model(self) -> keras.Model: ...
@@ -34,19 +34,19 @@ class LoopState(Protocol):
         """Compiles the step of a newcomer, by making one alone."""
 
     def undo(self) -> None:
-        """Returns to the last step that is complete."""
+        """Returns to the last complete step."""
 
     def place(self, *, has_state: bool) -> tuple[Any, ...]:
         """How far this rank has come, for comparison with others; ``has_state`` comes first."""
 
     def shared(self) -> Any:
-        """What the rank that has come furthest sends to all, picklable."""
+        """What the rank with the most progress sends to all; picklable."""
 
     def keeps_own(self, places: Sequence[tuple[Any, ...]], own: int, source: int) -> bool:
         """Whether the state of rank ``own`` stays complete even if :meth:`take_over` fails halfway."""
 
     def take_over(self, places: Sequence[tuple[Any, ...]], source: int, shared: Any) -> None:
-        """Makes this state that of the rank that has come furthest. All ranks must call it.
+        """Takes over the state of the rank with the most progress. All ranks must call it.
 
         Args:
             places: those of all ranks.
@@ -55,7 +55,7 @@ class LoopState(Protocol):
         """
 
     def resume(self, shared: Any) -> None:
-        """Gets ready for the next step, with these ranks."""
+        """Prepares for the next step with these ranks."""
 
 
 class Joining:
@@ -83,21 +83,22 @@ class Joining:
         self._has_state = not coordinator.must_warm_up
 
     def start(self) -> None:
-        """From now on, ranks may change. A newcomer compiles its step alone, and has to rejoin next."""
+        """From now on, ranks may change. A newcomer compiles its step alone, and must rejoin next."""
         self._coordinator.cut_with(self._collectives.cut)
         if self.is_newcomer:
             self._state.warm_up()
-            # Streams of its own, as ranks have from the start: see replica_consistency.broadcast.
+            # Its own streams, as ranks have from the start: see replica_consistency.broadcast.
             for stream in [*random_streams(self._state.model), global_stream()]:
                 stream.assign(own_random_stream(stream.numpy(), self._coordinator.number))
             self._coordinator.is_ready()
 
     def is_over(self, error: Exception) -> bool:
-        """Whether an error means that the ranks change."""
+        """Whether an error was caused by a change of ranks."""
         return isinstance(error, MembershipChange) or (is_secondary(error) and self._coordinator.wait_for_cut())
 
     def rejoin(self) -> None:
-        """Holds, connects to the ranks of the next generation, and settles with them; ends this process if it leaves.
+        """Holds, connects to the ranks of the next generation, and synchronizes with them; ends this process if it
+        leaves.
 
         If a rank is lost meanwhile, the others do it again.
         """
@@ -121,7 +122,7 @@ class Joining:
                     raise
 
     def settle(self) -> None:
-        """Makes the state of all ranks that of the furthest one. All ranks must call it."""
+        """Gives all ranks the state of the rank with the most progress. All ranks must call it."""
         state, collectives = self._state, self._collectives
         state.undo()
         places: list[tuple[Any, ...]] = collectives.allgather(tuple(state.place(has_state=self._has_state)))

@@ -91,7 +91,7 @@ class _TrainerState:
         self.num_ranks = collectives.size
         """Number of ranks when this process's variables were last in sync."""
         self.history: list[dict[str, float]] = []
-        """The changes since the job began, also those before this process joined."""
+        """The changes since the job began, including those before this process joined."""
 
     def warm_up(self) -> None:
         self.parts.train_step.run(1)
@@ -219,7 +219,7 @@ def make_members(
     """The members of the job that this process belongs to; see :class:`ElasticMembers`.
 
     Raises:
-        UsageError: the collectives are those of ranks that cannot change.
+        UsageError: the collectives do not allow other ranks.
     """
     if not isinstance(watch, ElasticWatch):
         return FixedMembers()

@@ -1,4 +1,4 @@
-"""The parts that make training steps, each made once, from a configuration that is complete."""
+"""The parts that make training steps, each made once from a complete configuration."""
 
 import dataclasses
 from typing import Any
@@ -34,7 +34,7 @@ from hvdtrain.training.train_step import LossWeights, TrainStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What makes the steps of a run. Whoever is made from these takes the ones that it needs, not all of them."""
+    """The parts that make the steps of a run. Each component receives only those that it needs."""
 
     feed: TrainingFeed
     quota: BadSampleQuota
@@ -51,7 +51,7 @@ class StepParts:
     """Batch normalization layers whose statistics are those of all ranks' samples."""
 
     def restart_with(self, plan: SamplePlan) -> None:
-        """Continues after the steps made so far, with another assignment of samples to ranks."""
+        """Continues after the steps made so far with a different assignment of samples to ranks."""
         self.feed.plan = plan
         self.feed.start(self.train_step.steps_made * plan.gradient_accumulation_steps)
         self.time_shares.restart()

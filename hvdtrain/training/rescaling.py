@@ -1,4 +1,5 @@
-"""``rescale=True``: the global batch follows the number of ranks, and steps no longer tell the place in the data."""
+"""``rescale=True``: the global batch follows the number of ranks, and the step no longer determines the place in the
+data."""
 
 import dataclasses
 from collections.abc import Mapping

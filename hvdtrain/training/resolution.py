@@ -27,13 +27,13 @@ ConfigT = TypeVar("ConfigT", bound=StepConfig)
 
 @dataclasses.dataclass(frozen=True)
 class Resolved(Generic[ConfigT_co]):
-    """A configuration that leaves nothing open."""
+    """A complete configuration."""
 
     config: ConfigT_co
     jit_compile_is_optional: bool
     """Whether XLA was chosen by default, and is left out of a model that it cannot compile."""
     facts: dict[Fact, str]
-    """What is known of the run."""
+    """The conditions of the run."""
 
     def require_compatible_reduction(self, model: keras.Model) -> None:
         """Raises UsageError if the options, or the model's losses, exclude how its optimizers reduce gradients."""
@@ -72,7 +72,7 @@ def resolve(
 
 
 def _conditions(model: keras.Model, source: Source, config: StepConfig, collectives: Collectives) -> dict[Fact, str]:
-    """What is known of a run besides its options."""
+    """The conditions of a run, besides its options."""
     layers = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
     synchronizes = any(isinstance(each, keras.layers.BatchNormalization) and each.synchronized for each in layers)
     found = exclusions.facts_from(

@@ -19,7 +19,7 @@ class Part(Protocol):
     """A part of a run that has state."""
 
     def state(self) -> Any:
-        """What a checkpoint keeps of it."""
+        """Its state for a checkpoint."""
 
     def restore(self, state: Any) -> None:
         """Restores what :meth:`state` returned."""
@@ -30,7 +30,7 @@ class RunState:
 
     Args:
         shared: the parts whose state is the same on every rank, by the name that it has in a checkpoint.
-        own: those whose state is this rank's, ``steps`` and ``skipped_steps`` among them.
+        own: the parts whose state differs between ranks, including ``steps`` and ``skipped_steps``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Makes the steps of a run and nothing else: no logs, no checkpoints, no callbacks. For measurements."""
+"""Makes the steps of a run and nothing else: no logs, checkpoints or callbacks. For measurements."""
 
 import time
 
@@ -79,7 +79,7 @@ class StepRunner:
         return sum(gradient_bytes(each, 1) for each in optimizers_of(self.model))
 
     def start(self) -> None:
-        """Prepares a run of its own, from the first sample. All ranks must call it."""
+        """Prepares a separate run, from the first sample. All ranks must call it."""
         parts = self.parts
         prepare_ranks(
             self.model,

@@ -30,7 +30,7 @@ def possible_remedies(
     """The :data:`REMEDIES` that a run in sync mode with equal parts could have used with its other options.
 
     Args:
-        conditions: what else is known of the job.
+        conditions: the conditions of the job.
     """
     if config.mode != "sync" or config.balancing.is_active or config.stragglers.is_active:
         return []

@@ -83,7 +83,7 @@ class Trainer:
         self._checkpointer = checkpointer
         resolved = resolve(config, model, data.training, collectives, callbacks=callbacks)
         self.config = config = resolved.config
-        """The configuration, with everything decided that was left open."""
+        """The complete configuration."""
         self._reports_all = reporter == "console"
         self._reporter = reporter = (
             console_of_rank(collectives.rank, config.logging) if reporter == "console" else reporter or Reporter()

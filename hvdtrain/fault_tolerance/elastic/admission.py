@@ -17,7 +17,7 @@ _WELCOME_S = 10.0
 
 
 class Admission(NamedTuple):
-    """A connection to the coordinator, which has accepted this process."""
+    """A connection to the coordinator that has accepted this process."""
 
     connection: Connection
     member: int
@@ -27,7 +27,7 @@ class Admission(NamedTuple):
     start_size: int
     """The number of ranks that the job starts with."""
     early: list[Message]
-    """What the coordinator has sent since."""
+    """What the coordinator has sent since then."""
 
 
 def request_admission(

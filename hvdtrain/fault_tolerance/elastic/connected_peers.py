@@ -38,7 +38,7 @@ class ConnectedPeers:
         return int(self._listener.getsockname()[1])
 
     def __iter__(self) -> Iterator[Peer]:
-        """All of them, also those that are disconnected meanwhile."""
+        """All of them, including those that were disconnected meanwhile."""
         return iter(list(self._peers))
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class ConnectedPeers:
         return [peer for peer in self._peers if peer.trains]
 
     def wait(self, timeout_s: float) -> list[Peer]:
-        """Waits at most this long and accepts who connects; returns those that have sent something."""
+        """Waits at most this long and accepts connections; returns the processes that have sent something."""
         ready = self._selector.select(timeout_s)
         if any(key.data is None for key, _ in ready):
             self._accept()
@@ -78,7 +78,7 @@ class ConnectedPeers:
         self._peers.remove(peer)
 
     def close(self) -> None:
-        """Closes all connections, and accepts no others."""
+        """Closes all connections, and accepts no more."""
         for peer in self._peers:
             peer.connection.close()
         self._selector.close()

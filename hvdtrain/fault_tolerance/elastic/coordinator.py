@@ -25,7 +25,7 @@ class Coordinator:
     """Decides who trains, until the job has ended.
 
     Args:
-        token: what members must know; others are disconnected.
+        token: what members must send; processes without it are disconnected.
         start_size: members that the first generation waits for.
         timeout_s: how long fewer members than the minimum wait for others before they save and end.
         endpoint: the address and port to listen on; port 0: any.
@@ -86,13 +86,13 @@ class Coordinator:
                 self._end(StoppedEarly.exit_code)
 
     def ask_to_leave(self, worker: int, reason: str) -> None:
-        """Makes a process that was started with this worker number leave, as if it had been sent SIGTERM."""
+        """Makes the process with this worker number leave, as SIGTERM would."""
         for peer in self.peers:
             if peer.member is not None and peer.worker == worker:
                 self._leave(peer, peer.member, reason)
 
     def poll(self, timeout_s: float) -> None:
-        """Waits for messages, at most this long, and acts on them and on what is due."""
+        """Waits for messages, at most this long, and handles them and everything that is due."""
         ready = self.peers.wait(timeout_s)
         now = self._clock()
         for peer in ready:
@@ -106,7 +106,7 @@ class Coordinator:
         self._advance(now)
 
     def close(self) -> None:
-        """Disconnects everybody."""
+        """Disconnects all processes."""
         self.peers.close()
         if self._rendezvous is not None:
             self._rendezvous.close()
@@ -179,7 +179,7 @@ class Coordinator:
         if not member.trains:
             self._dismiss(peer)
         elif len(self._membership.training) == 1 and not self._membership.candidates[1:]:
-            self.stop(reason)  # Nobody remains to hand over to.
+            self.stop(reason)  # No member remains that could take over.
         else:
             self._say(f"{peer.name} leaves: {reason}")
             member.is_leaving = True
@@ -205,13 +205,13 @@ class Coordinator:
     def _interrupt(self) -> None:
         """Ends the current generation at once: its reductions, or its rendezvous, cannot complete."""
         self._vote = None
-        self._timeouts.note_progress(self._clock())  # The others could not make any, and now have to hold.
+        self._timeouts.note_progress(self._clock())  # The others could not make progress, and now have to hold.
         if self._rendezvous is not None:
             self._rendezvous.fail()
         self.peers.send_training({"kind": "cut", "generation": self._membership.generation})
 
     def _restart_all(self, peer: Peer) -> None:
-        """Starts all members again: a loss before the first step or after the last, where ranks cannot change."""
+        """Restarts all members: a loss before the first step or after the last, where ranks cannot change."""
         if self.exit_code is not None:
             peer.connection.send({"kind": "end", "code": self.exit_code})
             return
@@ -246,7 +246,7 @@ class Coordinator:
     # Generations.
 
     def _advance(self, now: float) -> None:
-        """Makes the current generation hold if it has to, or begins the next one."""
+        """Makes the current generation hold if necessary, or begins the next one."""
         if self.exit_code is not None:
             return
         membership = self._membership
@@ -316,7 +316,7 @@ class Coordinator:
     # The end.
 
     def _decide_exit_code(self) -> None:
-        """A member has completed its work: the others have, or are about to."""
+        """A member has completed its work: the others have too, or are about to."""
         self.exit_code = StoppedEarly.exit_code if self._stop_reason is not None else 0
         for peer in self.peers:
             if peer.member is not None and not peer.member.trains:

@@ -19,7 +19,7 @@ from hvdtrain.system.background import run_with_timeout
 from hvdtrain.system.terminal import write
 
 _DRAIN_S = 1.0
-# The coordinator hears of a lost process within milliseconds, as this one's reductions do.
+# The coordinator notices a lost process within milliseconds, as this process's reductions do.
 _CUT_S = 5.0
 
 
@@ -31,7 +31,7 @@ class CoordinatorLink(ControlThread[Connection]):
         stop_point: shared with the main thread.
         position: returns the main thread's latest heartbeat.
         exit_actions: called before the coordinator ends this process.
-        stall_timeout_s: ends this process if the coordinator is silent for so long; 0: never.
+        stall_timeout_s: ends this process if the coordinator is silent for this long; 0: never.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CoordinatorLink(ControlThread[Connection]):
         self.must_warm_up = admission.must_warm_up
         """Whether the job trains already, so that this process compiles before it joins."""
         self.start_size = admission.start_size
-        """The number of ranks that ``--batch-size`` counts for, whatever their number is now."""
+        """The number of ranks to which ``--batch-size`` applies, whatever their current number."""
         self._changed = threading.Condition()
         self._generation: Generation | None = None
         self._next: Generation | None = None
@@ -73,14 +73,14 @@ class CoordinatorLink(ControlThread[Connection]):
     # Called from the main thread.
 
     def cut_with(self, cut: Callable[[], None]) -> None:
-        """Sets what makes the reductions of this process fail at once. From now on, ranks may change."""
+        """Sets the function that makes this process's reductions fail immediately. From now on, ranks may change."""
         with self._changed:
             self._cut = cut
             if self._is_cut:
                 cut()
 
     def restart_all(self) -> NoReturn:
-        """Starts all members again: they resume from the last checkpoint."""
+        """Restarts all members, which resume from the last checkpoint."""
         self._send({"kind": "restart"})
         while True:  # Until this process is replaced, or ended.
             time.sleep(1.0)
@@ -98,7 +98,7 @@ class CoordinatorLink(ControlThread[Connection]):
             return self._is_cut
 
     def is_ready(self) -> None:
-        """Reports that this process could train at once."""
+        """Reports that this process is ready to train."""
         self._send({"kind": "ready"})
 
     @property

@@ -1,4 +1,4 @@
-"""The job watch of a process of an elastic job, and how it begins."""
+"""The job watch of a process of an elastic job, and how it starts."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ class ElasticWatch(JobWatch):
     """A job watch that follows the coordinator, instead of watching the other ranks.
 
     Args:
-        admission: the coordinator has accepted this process.
+        admission: the connection to the coordinator, which has accepted this process.
         stall_timeout_s: see :class:`JobWatch`.
     """
 
@@ -38,7 +38,7 @@ class ElasticWatch(JobWatch):
 
 
 def join_elastic_job(facts: Mapping[str, Any], stall_timeout_s: float) -> ElasticWatch:
-    """Joins the job that the environment names. Before its first generation, waits for that, and takes a place in it.
+    """Joins the job that the environment names. Before the first generation, waits for it, and takes a place in it.
 
     Args:
         facts: what must be equal in all processes.
@@ -60,7 +60,7 @@ def join_elastic_job(facts: Mapping[str, Any], stall_timeout_s: float) -> Elasti
     environment.note_joined()
     interface = watch.coordinator.interface
     if admission.must_warm_up:
-        # Whatever has started this process, as Slurm's srun: it is alone until it joins.
+        # Even if a launcher such as Slurm's srun has started this process: it is alone until it joins.
         environment.set_place(dataclasses.asdict(ALONE), interface)
         return watch
     generation = watch.coordinator.next_generation()

@@ -12,7 +12,7 @@ class Generation:
     number: int
     """From 1."""
     members: tuple[int, ...]
-    """Numbers of the processes in the order in which they joined the job, which is that of the ranks."""
+    """Numbers of the processes in rank order, the order in which they joined the job."""
     hosts: tuple[str, ...]
     """The host of each member."""
     address: str
@@ -28,7 +28,7 @@ class Generation:
         ranks_of_hosts = [[r for r, host in enumerate(self.hosts) if host == name] for name in names]
         own = ranks_of_hosts[names.index(self.hosts[rank])]
         local_rank = own.index(rank)
-        # As Horovod counts: the hosts that have a rank with this local rank.
+        # As Horovod counts: the hosts that have a rank with this local rank number.
         across = [ranks[local_rank] for ranks in ranks_of_hosts if len(ranks) > local_rank]
         return Place(
             rank=rank,
@@ -40,7 +40,7 @@ class Generation:
         )
 
     def message(self) -> dict[str, Any]:
-        """For the channel, see :meth:`from_message`."""
+        """The message for the channel; see :meth:`from_message`."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -51,7 +51,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What Horovod has to know of a rank."""
+    """What Horovod has to know about a rank."""
 
     rank: int
     size: int
@@ -62,4 +62,4 @@ class Place:
 
 
 ALONE = Place(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
-"""The place of a process that has joined no others yet."""
+"""The place of a process that has not joined others yet."""

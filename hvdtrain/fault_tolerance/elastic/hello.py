@@ -10,7 +10,7 @@ _MAX_DIFFERENCES = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hello:
-    """A process that wants to be a member."""
+    """A process that asks to become a member."""
 
     host: str
     pid: int
@@ -19,15 +19,15 @@ class Hello:
     facts: Mapping[str, Any]
     """What must be equal in all processes."""
     stall_timeout_s: float
-    """How long it may be silent; 0: for ever."""
+    """How long it may be silent; 0: forever."""
 
     def message(self, token: str) -> dict[str, Any]:
-        """For the channel; the token proves that the process belongs to the job."""
+        """The message for the channel; the token proves that the process belongs to the job."""
         return {"kind": "hello", "token": token, **dataclasses.asdict(self)}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], token: str) -> "Hello | None":
-        """None if a stranger has sent it."""
+        """None if a process outside the job has sent it."""
         try:
             valid = hmac.compare_digest(str(message["token"]).encode(errors="replace"), token.encode())
             if not valid or message["kind"] != "hello":

@@ -49,7 +49,7 @@ class HostList:
         return sum(host.slots for host in self.hosts)
 
     def has_changed(self, now: float, say: Callable[[str], None]) -> bool:
-        """Reads the file again if it is due; returns whether the hosts are others than before."""
+        """Reads the file again if it is due; returns whether the hosts have changed."""
         if self._file is None or now < self._read_at:
             return False
         self._read_at = now + _READ_S

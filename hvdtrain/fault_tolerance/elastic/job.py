@@ -17,17 +17,17 @@ from hvdtrain.system import environment, network, remote_process
 
 _POLL_S = 0.05
 _END_S = 60.0
-"""How long processes may take to end when the job has."""
+"""How long processes may take to end after the job has ended."""
 
 
 class ElasticJob:
     """The coordinator of a job and the processes that it starts.
 
     Args:
-        num_processes: how many it starts at most.
+        num_processes: the most processes that it starts.
         timeout_s: see :class:`Coordinator`.
         address: where to listen; empty: where the other hosts reach this one, if there are any.
-        env_names: variables to forward to other hosts besides those that a job may need.
+        env_names: additional variables to forward to other hosts.
     """
 
     def __init__(

@@ -45,11 +45,11 @@ class MemberTimeouts:
         return found
 
     def stalled(self, training: Sequence[Peer], *, is_interrupted: bool, now: float) -> list[Overdue] | NoProgress:
-        """Returns the members that the others wait for, if none of the current generation makes progress.
+        """Returns the members that the others wait for, if no member of the current generation makes progress.
 
         Args:
             training: the members of the current generation, of which not all hold.
-            is_interrupted: whether one of it was lost, so that the others have to hold.
+            is_interrupted: whether one of them was lost, so that the others have to hold.
         """
         timeout_s = max((peer.stall_timeout_s for peer in training), default=0.0)
         if not timeout_s or now - self._progress_at <= timeout_s:

@@ -1,8 +1,8 @@
 """Who trains in an elastic job: the coordinator's decisions, without sockets, processes and clocks.
 
 A generation trains until one of its members is lost (it is *interrupted*: its reductions cannot complete), or until it
-has to *pause*, because a member leaves or a newcomer is ready. Then every living member holds, and the next generation
-is formed of them and of the newcomers.
+has to *pause*, because a member leaves or a newcomer is ready. Then all living members hold, and the next generation
+consists of them and of the newcomers.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Membership:
         self.generation = 0
         """The number of the current generation; 0 before the first."""
         self.members: dict[int, Member] = {}
-        """The living ones by number."""
+        """The living members by number."""
         self.is_interrupted = False
         """Whether a member of the current generation was lost."""
         self._next_number = 0

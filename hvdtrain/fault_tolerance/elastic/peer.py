@@ -1,4 +1,4 @@
-"""What the coordinator knows of a process that has connected to it."""
+"""What the coordinator knows about a process that has connected to it."""
 
 from hvdtrain.fault_tolerance.channel import Connection
 from hvdtrain.fault_tolerance.elastic.hello import Hello
@@ -31,7 +31,7 @@ class Peer:
 
     @property
     def stall_timeout_s(self) -> float:
-        """How long it may be silent; 0: for ever."""
+        """How long it may be silent; 0: forever."""
         return 0.0 if self.hello is None else self.hello.stall_timeout_s
 
     @property

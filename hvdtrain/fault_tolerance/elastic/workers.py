@@ -1,4 +1,4 @@
-"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when again."""
+"""The processes that ``hvdtrain elastic`` starts: on which hosts, and when they are restarted."""
 
 import os
 import signal
@@ -18,11 +18,11 @@ _FINAL_CODES = tuple(
 _FIRST_SIGNAL, _UNREACHABLE = 128, 255
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 _LONG_RUN_S = 300.0
-"""A process that has lived for so long is started again after the first pause."""
+"""A process that has run for this long is restarted after the first pause."""
 
 
 class Worker:
-    """A process of the job, started again when it dies.
+    """A process of the job, restarted when it dies.
 
     Args:
         number: tells the coordinator which process has connected.
@@ -38,7 +38,7 @@ class Worker:
         self._start_at = self._started_at = 0.0
         self.num_restarts = 0
         self.is_last = False
-        """Whether it is not started again."""
+        """Whether it will not be restarted."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -52,7 +52,7 @@ class Worker:
         if self.host is not None:
             self._process = start_remote(self.host, self._command, self._env)
         else:
-            # Its own session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
+            # In a separate session: a terminal's Ctrl-C is for the coordinator, which stops all members at one step.
             self._process = subprocess.Popen(
                 self._command, env=self._env, stdin=subprocess.DEVNULL, start_new_session=True
             )
@@ -73,7 +73,7 @@ class Worker:
         return pause_s
 
     def kill(self) -> None:
-        """Kills the process and those that it has started; on another host, the process."""
+        """Kills the process and its descendants; on another host, only the process."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -140,8 +140,8 @@ class Workers:
         """Starts the workers that are due.
 
         Args:
-            has_trained: whether the job has had a generation. Before, a worker that fails is not started again: what
-                it fails of is likely to be the same in its next start. One that is killed is, three times.
+            has_trained: whether the job has had a generation. Before that, a worker that fails is not restarted,
+                because it would probably fail again; one that is killed is restarted up to three times.
 
         Returns:
             The exit code of the job if a worker's failure decides it.
@@ -159,7 +159,7 @@ class Workers:
             else:
                 pause_s = worker.restart_later(now)
                 where = f" on {worker.host}" if worker.host else ""
-                self._say(f"a process{where} ended with {_describe(code)}; it is started again in {pause_s:g} s")
+                self._say(f"a process{where} ended with {_describe(code)}; restarting it in {pause_s:g} s")
         return None
 
     def kill(self, number: int) -> None:

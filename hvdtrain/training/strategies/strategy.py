@@ -31,7 +31,7 @@ class StrategyContext:
 
 
 class Place(NamedTuple):
-    """How far a rank has come; the rank with the largest is the furthest."""
+    """How far a rank has come. Places compare by progress."""
 
     has_state: bool
     rounds: int
@@ -121,7 +121,7 @@ class Strategy(Protocol):
         return False
 
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
-        """Continues with the replica of the rank that has come furthest. All ranks must call it.
+        """Continues with the replica of the rank with the most progress. All ranks must call it.
 
         Args:
             places: the places of all ranks.
