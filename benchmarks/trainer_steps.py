@@ -40,5 +40,5 @@ def trainer_steps(
         StepConfig(steps_per_execution=steps_per_execution, jit_compile=jit_compile),
         times=times,
         record=record,
-        weights=LossWeights(is_weighted=False, has_fillers=False, loss_sums=False),
+        weights=LossWeights(is_weighted=False, has_fillers=False, leaves_out_samples=False, loss_sums=False),
     )

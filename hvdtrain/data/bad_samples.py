@@ -48,6 +48,11 @@ class BadSampleQuota:
         self._collectives = collectives
         self._places: set[str] = set()
 
+    @property
+    def allows_any(self) -> bool:
+        """Whether batches may lack samples, so that losses must be weighted by how many are left."""
+        return self._allowed > 0
+
     def state(self) -> set[str]:
         """Locations of the samples that this rank has counted."""
         return self._places
@@ -83,7 +88,7 @@ class BadSampleQuota:
         Raises:
             JobError: on every rank, if there are more than allowed.
         """
-        if self._allowed:
+        if self.allows_any:
             self._places = set().union(*self._collectives.allgather(self._places))
             if len(self._places) > self._allowed:
                 on_every_rank(lambda: self._require_allowed([]), self._collectives)

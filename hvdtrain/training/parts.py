@@ -92,7 +92,7 @@ def make_parts(
     for optimizer in optimizers_of(model):
         require_distributed(optimizer, accumulation, collectives)
     resolved.require_compatible_reduction(model)
-    weights = _loss_weights(model, config, feed.plan, collectives)
+    weights = _loss_weights(model, config, feed.plan, collectives, quota)
     train_step = TrainStep(
         model,
         feed,
@@ -129,13 +129,16 @@ def make_parts(
     )
 
 
-def _loss_weights(model: keras.Model, config: StepConfig, plan: SamplePlan, collectives: Collectives) -> LossWeights:
+def _loss_weights(
+    model: keras.Model, config: StepConfig, plan: SamplePlan, collectives: Collectives, quota: BadSampleQuota
+) -> LossWeights:
     op = require_pipeline(leaves_of(model)[0]).reduce.config.op
-    changes = config.balancing.balance or config.stragglers.is_active or config.guards.bad_samples > 0
+    changes = config.balancing.balance or config.stragglers.is_active or quota.allows_any
     changes = changes or collectives.may_change or config.rescale
     return LossWeights(
         is_weighted=changes or not plan.is_even,
         has_fillers=changes or plan.has_fillers,
+        leaves_out_samples=quota.allows_any,
         loss_sums=sums_over_batch(model, op, config.gradient_accumulation_steps),
     )
 

@@ -1,5 +1,4 @@
-"""``rescale=True``: the global batch follows the number of ranks, and the step no longer determines the place in the
-data."""
+"""``rescale=True``: the global batch follows the number of ranks, so that steps do not determine the data position."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ def continued_plan(plan: SamplePlan, step: int, place: Mapping[str, Any]) -> Sam
 
 
 def rescale_learning_rate(model: keras.Model, scaling: str, *, ranks_before: int, ranks: int) -> None:
-    """Scales the learning rate that the run has, which a callback may have set, to another number of ranks.
+    """Scales the current learning rate, which a callback may have set, to a different number of ranks.
 
     Args:
         scaling: how it depends on the number of ranks; see

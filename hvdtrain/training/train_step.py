@@ -47,6 +47,8 @@ class LossWeights:
     """False if every micro-batch of every step has the same weight, so that nothing is multiplied."""
     has_fillers: bool
     """Whether a rank may get a sample of weight zero."""
+    leaves_out_samples: bool
+    """Whether unreadable samples may be left out of a batch."""
     loss_sums: bool
     """Whether the losses sum over the batch: micro-batches then have equal weights, except for fillers."""
 
@@ -105,7 +107,7 @@ class TrainStep:
             self._statistics = [(each, tf.Variable(each.value, trainable=False)) for each in variables]
         self._step_weight = tf.Variable(0.0, trainable=False)
         """This rank's mean weight in the micro-batches of the current step so far."""
-        self._divides_by_weight = config.guards.bad_samples > 0 and not weights.loss_sums
+        self._divides_by_weight = weights.leaves_out_samples and not weights.loss_sums
         """Whether samples may be left out of a mean over samples."""
         self._marker = LossMarker(times)
         self._device_check = DeviceCheck(record, self._marker, on_nan=on_nan)

@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data import Source
-from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.data.pipeline import training_dataset
 from hvdtrain.data.sample_plan import SamplePlan
@@ -42,11 +40,10 @@ class _DealtPlan(SamplePlan):
 class QuorumFeed(TrainingFeed):
     """Reads the micro-batches of :class:`~hvdtrain.training.quorum.shares.EpochShares`."""
 
-    def __init__(self, source: Source, plan: SamplePlan, quota: BadSampleQuota, device: str | None = None):
-        super().__init__(source, plan, quota, device)
-        self._next: _Key | None = None
-        """What the iterator yields next."""
-        self._kept: tuple[_Key, Any] | None = None
+    _next: _Key | None = None
+    """What the iterator yields next."""
+    _kept: tuple[_Key, Any] | None = None
+    """The last micro-batch, until another one is requested."""
 
     def start(self, micro_batch: int) -> None:
         """Does nothing: reading starts at the first micro-batch that is requested."""
