@@ -37,7 +37,7 @@ def distributed(
     * At the end of an epoch and in its validation, the model has the statistics (BatchNormalization's) of all ranks.
     * Ranks that would make different numbers of steps are refused before the first step.
 
-    A callback of your own with hooks at training batches costs two small reductions per batch.
+    Your own callback with hooks at training batches costs two small reductions per batch.
 
     Args:
         callbacks: all callbacks, the same on every rank.

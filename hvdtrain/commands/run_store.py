@@ -92,7 +92,7 @@ class RunStore:
                 self._store.upload(path, name)
             except OSError:
                 if not path.exists():
-                    continue  # A logger has deleted a file of its own.
+                    continue  # A logger has deleted its own file.
                 raise
             self._published[name] = state
         self._writer = self._store.read(_WRITER)

@@ -50,7 +50,7 @@ def _check_broadcast() -> str:
 
 
 def _check_resuming(folder: Path) -> str:
-    # Rank 0 writes; the others have a folder of their own.
+    # Rank 0 writes; the others have separate folders.
     expected = _train(folder / "uninterrupted", _STEPS)
     stopped = _train(folder / "resumed", _STEPS // 2)
     resumed = _train(folder / "resumed", _STEPS)

@@ -238,7 +238,7 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(LOCAL_LAYERS, ADASUM, why="Adasum combines the gradients of all ranks"),
     *_excludes(LOCAL_LAYERS, SHARDED_OPTIMIZER, why="each rank updates its own layers"),
     *_excludes(
-        LOCAL_LAYERS, TRAINER, why="a trainer keeps all replicas equal", instead="use model.fit or a loop of your own"
+        LOCAL_LAYERS, TRAINER, why="a trainer keeps all replicas equal", instead="use model.fit or your own loop"
     ),
     # Optimizer and learning rate.
     *_excludes(SKIPPED_STEPS, SEVERAL_OPTIMIZERS, why="each optimizer decides about its own variables"),

@@ -2,8 +2,8 @@
 
 A Feistel network permutes the numbers of ``2 * bits`` binary digits: each round replaces one half by the other one,
 changed by a keyed hash of the first. Numbers outside the range are permuted again until they are inside ("cycle
-walking"); as the network permutes at most four times as many numbers as there are samples, that takes at most four
-attempts on average. See Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
+walking"); the network permutes at most four times the number of samples, so that this takes at most four attempts on
+average. See Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""How the GPUs of the job's hosts are shared among its ranks: what is refused, and what is warned about."""
+"""How the GPUs of a job's hosts are shared among its ranks: refusals and warnings."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ def refusal(ranks: Sequence[RankGpus], config: GpuConfig, *, has_nccl: bool) -> 
     """Why a job's ranks may not start; None if they may.
 
     Args:
-        has_nccl: whether Horovod reduces with NCCL, for which each rank needs a GPU of its own, whatever is allowed.
+        has_nccl: whether Horovod reduces with NCCL, for which each rank needs its own GPU, whatever is allowed.
     """
     for rule, find, flag, is_set in (
         ("a GPU if others do", _without_gpu, option("allow_cpu_ranks", True), config.allow_cpu_ranks),
@@ -94,7 +94,7 @@ def _without_gpu(host: str, ranks: Sequence[RankGpus]) -> str | None:
 
 
 def _num_used(ranks: Sequence[RankGpus]) -> int:
-    # A launcher may show each rank a GPU of its own, under the same number.
+    # A launcher may show each rank its own GPU, under the same number.
     return len({(rank.visible, rank.device) for rank in ranks})
 
 

@@ -13,7 +13,7 @@ from hvdtrain.seams import horovod_internals
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers that a model trains with.
 
-    A model with a ``train_step`` of its own may keep several, as attributes. ``compile()`` without an argument then
+    A model with its own ``train_step`` may keep several, as attributes. ``compile()`` without an argument then
     adds an RMSprop that nothing uses: it is left out.
     """
     own = getattr(model, "optimizer", None)

@@ -32,7 +32,7 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
     """Copies rank 0's variables of the model and its optimizer to all ranks; call it before the first step.
 
     Builds the optimizer. Layers with ``adapt`` (Normalization, StringLookup, …) get rank 0's state, lookup tables
-    included. Each rank keeps random streams of its own, derived from rank 0's: those of the model's seed generators
+    included. Each rank has its own random streams, derived from rank 0's: those of the model's seed generators
     (all layers that Keras ships draw from one), and Keras' global one, from which ``keras.random`` draws without a
     seed. Python's, NumPy's and ``tf.random``'s streams stay the same on all ranks.
 
@@ -59,7 +59,7 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether all variables of the model exist; one with a ``train_step`` of its own may never be called itself."""
+    """Whether all variables of the model exist; one with its own ``train_step`` may never be called itself."""
     parts = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
     return model.built or (bool(model.variables) and all(layer.built for layer in parts))
 

@@ -15,7 +15,7 @@ class Failure(NamedTuple):
     details: str = ""
     """Additional lines."""
     after_s: float = 0.0
-    """How much later than this rank another one may find the same failure."""
+    """How much later than this rank another rank may detect the same failure."""
 
 
 class RankTimeouts:

@@ -13,8 +13,8 @@ _END_OF_DATA = "hvdtrain_end_of_data"
 class EpochSteps:
     """Counts the steps of an epoch; for data of unknown length, ends it on all ranks when the data of one has ended.
 
-    Then each step begins with one small reduction. A rank whose data has ended joins it once more, instead of leaving
-    the others to wait for it forever.
+    Then each step begins with one small reduction. A rank whose data has ended takes part in it once more, so that the
+    others do not wait for it forever.
     """
 
     def __init__(self, collectives: Collectives):

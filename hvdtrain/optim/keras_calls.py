@@ -315,7 +315,7 @@ def _check_finite_on_every_rank(self: Any, gradients: list[tf.Tensor]) -> tf.Ten
     return pipeline.reduce.collectives.all_true(finite)
 
 
-# On the class: model.compile() wraps a distributed optimizer in a LossScaleOptimizer of its own.
+# On the class: model.compile() wraps a distributed optimizer in its own LossScaleOptimizer.
 keras.optimizers.LossScaleOptimizer.check_finite = _check_finite_on_every_rank
 
 

@@ -98,7 +98,7 @@ class Applied:
 
 @dataclasses.dataclass
 class Scope:
-    """The pipelines of a block, and what is applied in it."""
+    """The pipelines of a block, and the gradients applied in it."""
 
     pipelines: Mapping[int, GradientPipeline]
     """By the identity of the optimizer that applies gradients."""

@@ -41,7 +41,7 @@ def errors_of_opening(opener: Path) -> dict[str, str]:
     folders = _search_path(opener)
     for name in LIBRARIES:
         paths = [path for folder in folders if (path := folder / name).exists()]
-        # By its name, the loader finds what is loaded, and what the system has.
+        # By name, the loader finds libraries that are loaded, and those of the system.
         reasons = [_error_of_opening(each) for each in (name, *map(str, paths))]
         if None not in reasons:
             reasons += [_error_of_opening(str(path)) for path in _in_packages(name)]

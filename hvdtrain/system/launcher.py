@@ -16,7 +16,7 @@ class Launcher:
     local_size: int | None
     """Ranks on this host; None if the launcher does not say."""
     bound_to_cores: bool
-    """Whether the launcher gave this rank cores of its own."""
+    """Whether the launcher bound this rank to its own cores."""
 
     @property
     def is_single_rank(self) -> bool:

@@ -133,7 +133,7 @@ class GradientRecord:
         return float(self._compression_error.numpy()) if self._compresses else None
 
     def copies(self) -> Mapping[str, np.ndarray]:
-        """The averaged gradients at the last step for which copies were due, by the path of their variable."""
+        """The averaged gradients of the last step that copied them, by the path of their variable."""
         return {self._paths[key]: copy.numpy() for key, copy in self._copies.items()}
 
     def culprits(self, collectives: Collectives) -> list[Culprit]:

@@ -38,8 +38,7 @@ def gradients_of_step(
         What ``read`` returned, the gradients, and their variables.
 
     Raises:
-        UsageError: the model has several optimizers, or a ``train_step`` of its own does not apply gradients exactly
-            once.
+        UsageError: the model has several optimizers, or its own ``train_step`` does not apply gradients exactly once.
     """
     if len(optimizers_of(model)) > 1:
         exclusions.require_compatible(exclusions.facts_from(option, exclusions.SEVERAL_OPTIMIZERS))

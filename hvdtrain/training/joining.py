@@ -50,7 +50,7 @@ class LoopState(Protocol):
 
         Args:
             places: those of all ranks.
-            source: the rank that has come furthest.
+            source: the rank with the most progress.
             shared: what it has sent.
         """
 
@@ -139,7 +139,7 @@ class Joining:
 
 
 def without_comparison(pipelines: Sequence[tuple[Any, GradientPipeline]]) -> list[tuple[Any, GradientPipeline]]:
-    """The pipelines of a model, of which the first step does not compare replicas.
+    """The pipelines of a model, without the comparison of replicas in the first step.
 
     They are equal, and the comparison would wait for newcomers, which make their first step alone.
     """

@@ -46,7 +46,8 @@ class LossMarker:
         return result
 
     def end_gradients(self) -> None:
-        """Keeps whether the loss is finite; call it in a compiled function that computes gradients for another one."""
+        """Keeps whether the loss is finite; call it in a compiled function that computes gradients for another
+        function."""
         self._finite_so_far.assign(self.is_finite)
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ class StepRunner:
         source: the samples to train on, all of them on every rank.
         config: how a step is made.
         collectives: the ranks that train together.
-        logging: what is measured in the steps for logs (default: nothing).
+        logging: what steps measure for logs (default: nothing).
 
     Raises:
         UsageError: model, data and configuration do not fit together.

@@ -60,7 +60,7 @@ class TrainStep:
         model: a compiled Keras model with a distributed optimizer.
         feed: this rank's micro-batches.
         times: counts the steps and records where their time is spent.
-        record: receives what is found in the gradients.
+        record: receives norms and non-finite values of the gradients.
         jit_compile_is_optional: whether XLA is left out instead of refusing a loss that it excludes.
     """
 

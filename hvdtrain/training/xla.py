@@ -24,7 +24,7 @@ def is_chosen(model: keras.Model, config: StepConfig, facts: Mapping[Fact, str])
     compile again for each of many batch sizes, or might refuse a ``train_step`` of the user's own.
 
     Args:
-        facts: what is known of the job.
+        facts: the facts that hold for the job.
     """
     if config.jit_compile is not None:
         return config.jit_compile

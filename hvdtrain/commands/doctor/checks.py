@@ -1,4 +1,4 @@
-"""Checks of one host, each with a remedy for what is wrong."""
+"""Checks of one host, each with a remedy."""
 
 import dataclasses
 import importlib.metadata

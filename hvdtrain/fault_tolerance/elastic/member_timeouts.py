@@ -48,7 +48,7 @@ class MemberTimeouts:
         """Returns the members that the others wait for, if no member of the current generation makes progress.
 
         Args:
-            training: the members of the current generation, of which not all hold.
+            training: the members of the current generation, some of which do not hold.
             is_interrupted: whether one of them was lost, so that the others have to hold.
         """
         timeout_s = max((peer.stall_timeout_s for peer in training), default=0.0)

@@ -25,7 +25,7 @@ class Worker:
     """A process of the job, restarted when it dies.
 
     Args:
-        number: tells the coordinator which process has connected.
+        number: identifies the process to the coordinator.
         host: None: this one.
     """
 

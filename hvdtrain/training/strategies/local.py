@@ -79,7 +79,7 @@ class LocalStrategy(Strategy):
         self.average_if_due(steps)
 
     def _run_round(self) -> None:
-        """Makes steps until every rank has made its own: as many as time permits."""
+        """Makes steps until every rank has made its own number; faster ranks make more."""
         progress = self._progress
         is_open = True
         while is_open:

@@ -125,7 +125,7 @@ class Strategy(Protocol):
 
         Args:
             places: the places of all ranks.
-            source: the rank that has come furthest.
+            source: the rank with the most progress.
             num_lost: the number of ranks that were lost.
         """
         raise AssertionError(f"the ranks of {type(self).__name__} do not change")
