@@ -46,8 +46,7 @@ class LossMarker:
         return result
 
     def end_gradients(self) -> None:
-        """Keeps whether the loss is finite; call it in a compiled function that computes gradients for another
-        function."""
+        """Keeps whether the loss is finite; call it in a compiled function whose gradients another one applies."""
         self._finite_so_far.assign(self.is_finite)
 
     @contextlib.contextmanager
