@@ -98,7 +98,7 @@ def make_current(venv: Path) -> None:
     if CURRENT.is_symlink() and CURRENT.resolve() == venv:
         return
     previous = CURRENT.resolve()
-    if CURRENT.is_dir() and not CURRENT.is_symlink():  # made by an earlier version of this file
+    if CURRENT.is_dir() and not CURRENT.is_symlink():  # not made by this file
         previous = CURRENT.rename(VENVS / "earlier")
     link = VENVS / "new-link"
     link.unlink(missing_ok=True)
