@@ -66,7 +66,7 @@ def test_every_public_name_has_an_entry(site):
 
 def test_every_public_name_has_a_docstring():
     package = griffe.load("hvdtrain", search_paths=[str(ROOT)])
-    source, reporter = (set(package[each].members) for each in ("data.source.Source", "loggers.reporter.Reporter"))
+    source, reporter = (set(package[each].all_members) for each in ("data.source.Source", "loggers.reporter.Reporter"))
     missing = []
     for name, path in hooks().public_names().items():
         found = package[path.removeprefix("hvdtrain.")]
