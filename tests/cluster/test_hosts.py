@@ -305,6 +305,7 @@ def test_network_with_packet_loss():
     assert summaries[1]["wall_seconds"] > summaries[0]["wall_seconds"]
 
 
+@pytest.mark.long
 def test_wait_free_does_not_wait_for_a_stopped_host(lab, tmp_path):
     """The other host continues meanwhile, and the steps of both are averaged."""
     spec = {"fault": "SIGSTOP", "ranks": [1], "step": 20, "mark": str(tmp_path / "moment"), "made": str(tmp_path)}

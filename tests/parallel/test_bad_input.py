@@ -55,7 +55,7 @@ def test_bad_input_is_reported_once_and_leaves_nothing(occupied, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--task", "nothing"], 64, "--task must name a task (digits, "),
+        LONG(["--task", "nothing"], 64, "--task must name a task (digits, "),
         LONG(["--run-dir", "{occupied}"], 65, "which holds something else"),
         # Ranks with different command lines: for mpirun, separated by colons.
         (
@@ -170,7 +170,7 @@ def bad_inputs(tmp_path_factory):
         LONG("type", 0, 65, r"1\.tfrecord, record 0 at offset 0 bytes"),
         ("type", 1, 0, "done with 1 skipped"),
         LONG("flipped", 0, 65, r"1\.tfrecord, record \d at offset \d+ bytes: wrong data checksum"),
-        ("gzip", 0, 65, r"1\.tfrecord\.gz.*offset \d+"),
+        LONG("gzip", 0, 65, r"1\.tfrecord\.gz.*offset \d+"),
         LONG("empty", 0, 65, r"1\.tfrecord.*empty"),
         ("grows", 0, 65, r"0\.tfrecord.*\d+ bytes"),
     ],

@@ -140,7 +140,7 @@ def test_a_rank_killed_during_a_save(uninterrupted, tmp_path):
         LONG("the launcher", "mpirun", "SIGINT"),
         LONG("the launcher", "mpirun", "SIGUSR1"),
         LONG("the launcher", "horovodrun", "SIGTERM"),
-        ("the launcher", "horovodrun --gloo", "SIGTERM"),
+        LONG("the launcher", "horovodrun --gloo", "SIGTERM"),
     ],
 )
 def test_stop_signals(to, launcher, number, uninterrupted, tmp_path):
@@ -276,6 +276,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.long
 def test_a_temporarily_full_disk(small_disk, uninterrupted):
     """Training continues, each failure is reported, and checkpoints are written again when space is free."""
     run_dir = small_disk / "run"
@@ -415,7 +416,7 @@ def test_a_changed_weight(tmp_path):
     assert re.search(r"At step 50 variable .* of rank 1 differs", line), line
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+@pytest.mark.parametrize("launcher", ["mpirun", LONG("horovodrun --gloo")])
 def test_an_exception_in_one_rank(launcher, tmp_path):
     """The job ends in time and reports that rank's error and traceback, no other rank's."""
     job, mark = start(tmp_path / "run", "exception", launcher=launcher)

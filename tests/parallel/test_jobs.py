@@ -30,7 +30,7 @@ def weights_sha256(checkpoint: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "ranks"), [("horovodrun", 2), LONG("horovodrun --gloo", 2), LONG("mpirun", 2), ("horovodrun", 4)]
+    ("launcher", "ranks"), [LONG("horovodrun", 2), LONG("horovodrun --gloo", 2), LONG("mpirun", 2), ("horovodrun", 4)]
 )
 def test_digits_from_the_command_line(launcher, ranks, tmp_path):
     run_dir = tmp_path / "run with a space"

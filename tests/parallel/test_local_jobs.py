@@ -43,7 +43,13 @@ def test_a_non_finite_loss_on_one_rank_ends_the_job(tmp_path):
     assert re.search(r"rank 1 \(host .*\) failed at step \d+: NonFiniteError: .*At step 48: the loss on rank 1", line)
 
 
-@pytest.mark.parametrize("more", [LOCAL, [*OVERLAP, "--on-nan", "ignore"]], ids=["waiting", "overlap"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(LOCAL, id="waiting", marks=pytest.mark.long),
+        pytest.param([*OVERLAP, "--on-nan", "ignore"], id="overlap"),
+    ],
+)
 def test_a_non_finite_replica_ends_the_job_before_it_is_averaged(more, tmp_path):
     """It becomes non-finite after the last step of a round, so that no loss or gradient shows it before."""
     job, mark = start(tmp_path / "run", "nan", variable=0, after=True, more=more)
