@@ -78,8 +78,8 @@ def test_a_forked_child_closes_its_copies(jobs, member):
     num_open = len(os.listdir("/proc/self/fd"))
     child = os.fork()
     if child == 0:
-        # The connection, the selector, and both ends of the pair that wakes the thread; a monitor thread that is left of
-        # another test closes more.
+        # The connection, the selector, and both ends of the pair that wakes the thread; more if another test has left a
+        # monitor thread.
         is_closed = len(os.listdir("/proc/self/fd")) <= num_open - 4
         os._exit(0 if is_closed and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else 1)
     _, status = os.waitpid(child, 0)
