@@ -221,7 +221,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+OFTEN = "later, accumulation, clipping, EMA"
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == OFTEN else pytest.param(name, marks=pytest.mark.long) for name in OPTIMIZERS]
+)
 def test_stopped_and_resumed_equals_uninterrupted(name, folder, watch):
     optimizer, options = OPTIMIZERS[name]
     uninterrupted = make_run(optimizer, make_model=wide_model, **options)
@@ -254,7 +259,7 @@ def test_local_sgd_begins_with_what_was_not_sent():
     assert variable.numpy() == pytest.approx(before - error, abs=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_mixed_precision(policy):
     with dtype_policy(policy):
         optimizer = keras.optimizers.SGD(0.05)

@@ -82,7 +82,11 @@ def test_errors_do_not_add_up(sync_dtype, overlap):
 
 
 @pytest.mark.parametrize(
-    "options", [{"sync_dtype": "int4", "outer": "nesterov"}, {"sync_dtype": "int8", "overlap": True}]
+    "options",
+    [
+        {"sync_dtype": "int4", "outer": "nesterov"},
+        pytest.param({"sync_dtype": "int8", "overlap": True}, marks=pytest.mark.long),
+    ],
 )
 def test_stopped_and_resumed_equals_uninterrupted(options, folder, watch):
     adam = lambda: keras.optimizers.Adam(0.01)

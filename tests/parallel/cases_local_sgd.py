@@ -176,7 +176,7 @@ COMBINATIONS = {
 }
 
 
-OFTEN = {"keep", "overlap, nesterov, post-local", "adacomm"}
+OFTEN = {"keep", "overlap, nesterov, post-local"}
 
 
 @pytest.mark.parametrize(

@@ -134,10 +134,10 @@ class DenseGradients(keras.Model):
     ("way", "name", "sparse_as_dense"),
     [
         ("fit", "adam", False),
-        ("fit", "adam", True),
+        pytest.param("fit", "adam", True, marks=pytest.mark.long),
         ("fit", "sgd_clip", False),
         ("trainer", "adamw_clip", False),
-        ("trainer", "rmsprop", True),
+        pytest.param("trainer", "rmsprop", True, marks=pytest.mark.long),
         pytest.param("trainer", "rmsprop", False, marks=pytest.mark.long),
         pytest.param("trainer", "adagrad", False, marks=pytest.mark.long),
     ],
@@ -173,7 +173,10 @@ def test_accumulated_embedding_gradients_equal_those_of_one_batch():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["unmasked", "ignore_class", "both", "mean_with_sample_weight"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("unmasked", marks=pytest.mark.long), "ignore_class", "both", "mean_with_sample_weight"],
+)
 def test_losses_that_divide_by_their_own_count(name, way):
     y, weights, loss = WORD_LABELS, None, cross_entropy(ignore_class=-1)
     if name == "unmasked":

@@ -54,7 +54,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+RARELY = "warm-up, clipping, EMA"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name == RARELY else name for name in OPTIONS]
+)
 def test_stopped_and_resumed_equals_uninterrupted(name, folder, watch):
     optimizer, options = OPTIONS[name]
     uninterrupted = make_run(optimizer, **options)
@@ -89,7 +94,7 @@ def test_a_completed_run_is_extended(folder):
     "options",
     [
         {},
-        {"mode": "local", "sync_every": 3},
+        pytest.param({"mode": "local", "sync_every": 3}, marks=pytest.mark.long),
         pytest.param({"mode": "local", "overlap": True}, marks=pytest.mark.long),
     ],
 )
