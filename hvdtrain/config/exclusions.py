@@ -90,6 +90,7 @@ SEVERAL_OPTIMIZERS = Condition("a model with several optimizers")
 EAGER_MODEL = Condition("a model with run_eagerly=True")
 SCALAR_LOSS = Condition("a loss that returns one number for a batch")
 COUNTED_LOSS = Condition("a loss that divides by the number of unmasked positions or by a sum of weights")
+USED_GRADIENTS = Condition("a train_step that uses gradients before it applies them")
 MEAN_LOSS = Condition("a loss that is a mean over samples")
 STREAM = Condition("a tf.data.Dataset")
 LOCAL_LAYERS = Condition("an optimizer with local_layers")
@@ -205,6 +206,7 @@ RULES: Sequence[Excludes | Needs] = (
     ),
     *_excludes(QUORUM, EAGER_MODEL, why="both halves of a step are compiled"),
     *_excludes(QUORUM, COUNTED_LOSS, why="a late rank does not communicate in the forward pass"),
+    *_excludes(QUORUM, USED_GRADIENTS, why="the gradients of a step are reduced when all contributors are known"),
     *(Needs(each, QUORUM) for each in (STEP_DEADLINE, STEP_GRACE, MAX_MISSED_UPDATES, RECORD, REPLAY)),
     # The size of the batch.
     *_excludes(RESCALE, GLOBAL_BATCH_SIZE, why="one lets the global batch change, the other keeps it"),
@@ -223,6 +225,7 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(JIT_COMPILE, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
     *_excludes(JIT_COMPILE, SCALAR_LOSS, why="XLA leaves out the check that the loss is a mean over samples"),
     *_excludes(JIT_COMPILE, COUNTED_LOSS, why="the loss is combined over ranks in the forward pass"),
+    *_excludes(JIT_COMPILE, USED_GRADIENTS, why="they are reduced over ranks in the middle of the step"),
     # The reduction of gradients.
     *_excludes(ADASUM, COMPRESSION, why="Adasum combines whole gradients"),
     *_excludes(ADASUM, GROUPS, why="Adasum reduces each gradient alone"),

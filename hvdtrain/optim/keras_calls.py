@@ -2,9 +2,11 @@
 
 1. ``BatchNormalization._moments``: synchronized layers compute mean and variance over the samples of all ranks.
 2. ``Loss.__call__``, within ``train_step``: losses that divide by something other than the number of samples are
-combined over ranks. ``_compute_loss``, of Keras' own ``train_step``: their sum must be one number. 3.
-``_aggregate_additional_loss``: with ``op="sum"`` each rank adds its share of the regularization losses. 4.
-``scale_loss``: the stage ``weigh``. The backward pass follows. 5. ``apply`` of the optimizer: the stage ``mark``.
+   combined over ranks. ``_compute_loss``, of Keras' own ``train_step``: their sum must be one number.
+3. ``_aggregate_additional_loss``: with ``op="sum"`` each rank adds its share of the regularization losses.
+4. ``scale_loss``: the stage ``weigh``. The backward pass follows.
+5. ``apply`` of the optimizer: the stage ``mark``. For a ``train_step`` that uses gradients before, the stages ``mark``
+   and ``reduce`` come where the tape returns them; for an optimizer that overrides ``apply``, ``reduce`` comes here.
 6. ``LossScaleOptimizer.check_finite``: all ranks agree on whether a gradient has overflowed.
 7. ``_clip_gradients``: the stages ``start`` to ``clip``.
 8. ``_apply_weight_decay``, ``_backend_update_step``, ``_update_model_variables_moving_average``: the stages ``decay``,
@@ -17,6 +19,7 @@ distributed.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,13 +35,14 @@ from hvdtrain.distributed.gradient_reduction import Gradient
 from hvdtrain.distributed.optimizers import is_horovods_own
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import UsageError
-from hvdtrain.optim import global_loss
+from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
     current_scope,
+    in_scope,
     keep_pipeline,
     pipeline_of,
     pipelines_of,
@@ -47,6 +51,7 @@ from hvdtrain.optim.pipeline import (
     unless_skipped,
     when_checked,
 )
+from hvdtrain.optim.step_reduction import already_reduced
 from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
@@ -106,6 +111,7 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
     Without XLA, which Keras chooses on a GPU: it cannot compile Horovod's operations.
     """
     jit_compile = self.jit_compile
+    tape_gradients.forget(self)
     reduces = any(pipeline.reduce.collectives.reduces for _, pipeline in pipelines_of(self))
     restore = _replace(self, "train_step", functools.partial(run_train_step, self, self.train_step))
     keras_internals.JIT_COMPILE.set(self, jit_compile and not reduces)
@@ -173,7 +179,10 @@ def run_train_step(
     scope = global_loss.LossScope(
         pipeline.reduce.collectives, sample_weight, sums_gradients=config.op == "sum", excluded_by=excluded_by
     )
-    with global_loss.losses_over_ranks(scope):
+    with (
+        tape_gradients.reduced_if_used(model, train_step, data, excluded_by),
+        global_loss.losses_over_ranks(scope),
+    ):
         return train_step(data)
 
 
@@ -325,6 +334,7 @@ keras.optimizers.LossScaleOptimizer.check_finite = _check_finite_on_every_rank
 def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     """Makes an optimizer that applies gradients call the stages from ``start`` on; the pipeline becomes its own."""
     apply = optimizer.apply
+    overrides_apply = type(optimizer).apply is not keras.optimizers.Optimizer.apply
     applied: list[Applied] = []
 
     def apply_and_require_reduction(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
@@ -335,9 +345,10 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
         applied.append(Applied(optimizer, variables))
         if (scope := current_scope()) is not None:
             scope.applied.append(applied[-1])
+        first = _reduced_first(optimizer, grads, known) if overrides_apply else contextlib.nullcontext(grads)
         try:
-            with _overwriting_once_per_step(optimizer):
-                apply(grads, trainable_variables)
+            with first as gradients, _overwriting_once_per_step(optimizer):
+                apply(gradients, trainable_variables)
         finally:
             is_reduced = applied.pop().is_reduced
         # Training without a reduction looks healthy: every rank's loss falls. A user's own optimizer may not clip.
@@ -376,6 +387,24 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     keras_internals.DECAY.set(optimizer, decay)
     keras_internals.UPDATE.set(optimizer, update)
     keras_internals.AVERAGE.set(optimizer, average)
+
+
+@contextlib.contextmanager
+def _reduced_first(
+    optimizer: Any, gradients: Sequence[Gradient | None], variables: Sequence[keras.Variable]
+) -> Iterator[list[Gradient | None]]:
+    """Reduces gradients for an optimizer with an ``apply`` of its own, which may change them before Keras' stages."""
+    pipeline = require_pipeline(optimizer)
+    result = list(gradients)
+    if pipeline.reduce.is_done or not pipeline.reduce.collectives.reduces:
+        yield result
+        return
+    found = [i for i, each in enumerate(result) if each is not None]
+    reduced = pipeline.reduce([variables[i] for i in found], [gradients[i] for i in found])
+    for i, each in zip(found, reduced.gradients, strict=True):
+        result[i] = each
+    with in_scope([(optimizer, dataclasses.replace(pipeline, reduce=already_reduced(pipeline.reduce)))]):
+        yield result
 
 
 @contextlib.contextmanager

@@ -352,17 +352,20 @@ class TrainStep:
             return marked, variables
 
     def _gradients(self, data: Any, *, option: Option) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
-        model = self.model
-        train_step = model.train_step if self._jit_compile else partial(self.returned.run, model, model.train_step)
-        run = partial(self._run_train_step, train_step)
+        run = self._run_train_step if self._jit_compile else self._run_and_record
         self._loss, found, variables = gradients_of_step(
-            model, run, data, lambda: self._loss, option=option, jit_compile=self._jit_compile
+            self.model, run, data, lambda: self._loss, option=option, jit_compile=self._jit_compile
         )
         return found, variables
 
-    def _run_train_step(self, train_step: Callable[[Any], Any], data: Any) -> Any:
+    def _run_and_record(self, data: Any) -> Any:
+        """Runs the model's ``train_step``, and records what it returns."""
+        return self.returned.run(self.model, self._run_train_step, data)
+
+    def _run_train_step(self, data: Any) -> Any:
         excluding = ((QUORUM, self._has_quorum), (JIT_COMPILE, self._jit_compile))
         excluded_by = [each for each, is_set in excluding if is_set]
+        train_step = self.model.train_step
         return run_train_step(self.model, train_step, data, sample_weight=self.sample_weight, excluded_by=excluded_by)
 
     def _leave_out_xla(self, error: UncompilableLossError | None = None) -> None:
@@ -390,7 +393,6 @@ class TrainStep:
         return self._times
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
-        model = self.model
         if self._snapshot is not None:
             self._snapshot.take()
         if self._compiles_update:
@@ -405,8 +407,7 @@ class TrainStep:
                 return
             except UncompilableLossError as error:
                 self._leave_out_xla(error)
-        train_step = partial(self.returned.run, model, model.train_step)
-        self._make_step(sample_weight, partial(self._run_train_step, train_step, data))
+        self._make_step(sample_weight, partial(self._run_and_record, data))
 
     def _compute_then_apply(self, data: Any) -> None:
         """Has XLA compile a step up to its gradients."""
@@ -425,7 +426,7 @@ class TrainStep:
             before = [variable.value.read_value() for variable in restored]
             check.begin()
             with in_scope(pipelines_on_device(self._pipelines, check)):
-                self._run_weighted(sample_weight, partial(self._run_train_step, model.train_step, data))
+                self._run_weighted(sample_weight, partial(self._run_train_step, data))
             if (keeps := check.keeps_update(step)) is not None:
                 _restore_unless(keeps, zip(restored, before, strict=True))
 
