@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from hvdtrain.loggers.tensorboard import TensorBoardReporter
     from hvdtrain.loggers.wandb import WandbReporter
     from hvdtrain.optim.distributed_optimizer import DistributedOptimizer, PartialDistributedOptimizer
+    from hvdtrain.optim.gathering import average, gather
     from hvdtrain.optim.gradient_tape import DistributedGradientTape
     from hvdtrain.optim.keras_calls import synchronize_batch_normalization
+    from hvdtrain.optim.whole_batch import WholeBatch
     from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
     from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
@@ -67,11 +69,14 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "WandbReporter",
+    "WholeBatch",
+    "average",
     "broadcast",
     "callbacks",
     "data",
     "elastic",
     "errors",
+    "gather",
     "init",
     "process_set",
     "run",
@@ -108,7 +113,10 @@ _MODULES = {
     "TrainConfig": "training.config",
     "Trainer": "training.trainer",
     "WandbReporter": "loggers.wandb",
+    "WholeBatch": "optim.whole_batch",
+    "average": "optim.gathering",
     "broadcast": "distributed.replica_consistency",
+    "gather": "optim.gathering",
     "init": "distributed.runtime",
     "process_set": "distributed.runtime",
     "run": "system.function_job",

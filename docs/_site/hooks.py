@@ -123,7 +123,8 @@ def _group_heading(command: str, match: re.Match[str]) -> str:
 _SECTIONS = {
     "Your own script": (
         *("init", "Topology", "shard", "broadcast", "DistributedOptimizer", "PartialDistributedOptimizer"),
-        *("DistributedGradientTape", "PowerSGD", "FP16", "Compression", "process_set"),
+        *("DistributedGradientTape", "gather", "average", "WholeBatch"),
+        *("PowerSGD", "FP16", "Compression", "process_set"),
         *("synchronize_batch_normalization", "run"),
     ),
     "Trainer": (

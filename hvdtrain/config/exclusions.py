@@ -90,6 +90,7 @@ SEVERAL_OPTIMIZERS = Condition("a model with several optimizers")
 EAGER_MODEL = Condition("a model with run_eagerly=True")
 SCALAR_LOSS = Condition("a loss that returns one number for a batch")
 COUNTED_LOSS = Condition("a loss that divides by the number of unmasked positions or by a sum of weights")
+GATHERED_SAMPLES = Condition("a step that gathers the samples of all ranks")
 USED_GRADIENTS = Condition("a train_step that uses gradients before it applies them")
 MEAN_LOSS = Condition("a loss that is a mean over samples")
 STREAM = Condition("a tf.data.Dataset")
@@ -206,6 +207,7 @@ RULES: Sequence[Excludes | Needs] = (
     ),
     *_excludes(QUORUM, EAGER_MODEL, why="both halves of a step are compiled"),
     *_excludes(QUORUM, COUNTED_LOSS, why="a late rank does not communicate in the forward pass"),
+    *_excludes(QUORUM, GATHERED_SAMPLES, why="a late rank does not communicate in the forward pass"),
     *_excludes(QUORUM, USED_GRADIENTS, why="the gradients of a step are reduced when all contributors are known"),
     *(Needs(each, QUORUM) for each in (STEP_DEADLINE, STEP_GRACE, MAX_MISSED_UPDATES, RECORD, REPLAY)),
     # The size of the batch.
@@ -225,6 +227,7 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(JIT_COMPILE, SEVERAL_OPTIMIZERS, why="the gradients of a step are computed apart from its update"),
     *_excludes(JIT_COMPILE, SCALAR_LOSS, why="XLA leaves out the check that the loss is a mean over samples"),
     *_excludes(JIT_COMPILE, COUNTED_LOSS, why="the loss is combined over ranks in the forward pass"),
+    *_excludes(JIT_COMPILE, GATHERED_SAMPLES, why="they are gathered in the forward pass"),
     *_excludes(JIT_COMPILE, USED_GRADIENTS, why="they are reduced over ranks in the middle of the step"),
     # The reduction of gradients.
     *_excludes(ADASUM, COMPRESSION, why="Adasum combines whole gradients"),

@@ -107,6 +107,12 @@ class Collectives(Protocol):
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         """A scalar that is true if it is true on every rank; it works inside a tf.function."""
 
+    def gather_samples(self, own: tf.Tensor, name: str) -> tf.Tensor:
+        """Every rank's tensor, in rank order, concatenated along the first dimension, whose size may differ.
+
+        It works inside a tf.function and has a gradient, the sum over ranks. ``name`` identifies the call site.
+        """
+
     def gather_rows(self, row: tf.Tensor, name: str) -> tf.Tensor:
         """Every rank's vector, shape ``[n]``, as the rows of one matrix ``[size, n]``.
 

@@ -1,6 +1,7 @@
 """The collectives over Horovod. The only module that imports horovod or mpi4py."""
 
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -231,6 +232,32 @@ class HorovodCollectives:
             return tf.cast(rows, own.dtype), gradient
 
         return gather(row)
+
+    def gather_samples(self, own: tf.Tensor, name: str) -> tf.Tensor:
+        # TensorFlow merges operations with equal inputs, such as the gathers of two numbers of samples, and does not
+        # keep the same one on every rank: ranks would wait for each other under different names. The hash makes inputs
+        # differ.
+        count = tf.shape(own)[0]
+        named_count = tf.stack([count, zlib.crc32(name.encode()) & 0x7FFFFFFF])
+        counts = self._operations.allgather(named_count[tf.newaxis], f"{name}_counts")[:, 0]
+
+        @tf.custom_gradient
+        def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            sent = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
+            with tf.control_dependencies([counts]):
+                everyone = tf.cast(self._operations.allgather(sent, name), own.dtype)
+            everyone.set_shape([None, *own.shape[1:]])
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                # Every rank's loss depends on this rank's samples.
+                with tf.control_dependencies([counts]):
+                    total = self._operations.allreduce(upstream, self._hvd.Sum, f"{name}_gradient")
+                first = tf.reduce_sum(counts[: self._own_rank()])
+                return tf.ensure_shape(total[first : first + count], own.shape)
+
+            return everyone, gradient
+
+        return gather(own)
 
     def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         lengths = tf.ones([self.size], tf.int32)

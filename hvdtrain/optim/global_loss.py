@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -19,12 +20,14 @@ import tensorflow as tf
 
 from hvdtrain.config.exclusions import COUNTED_LOSS, JIT_COMPILE, SCALAR_LOSS, Condition, Option, refusal_of
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.graph_names import unique_name
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import keras_internals
 
 _NOT_A_MEAN = "the loss of a batch must be the mean of the losses of its samples, so that ranks can average it"
 _REMEDY = (
-    "Return one value for each sample, and mask samples by sample_weight or a Keras mask. To average the losses of the "
+    "Wrap the loss in hvdtrain.WholeBatch, which computes it of the samples of all ranks; or return one value for each "
+    "sample, and mask samples by sample_weight or a Keras mask. To average the losses of the "
     "ranks nevertheless, return the number once for each sample."
 )
 _NUM_CHECKS = 10
@@ -53,15 +56,31 @@ _all_checks_left: list["weakref.ref[tf.Variable]"] = []
 _scope: contextvars.ContextVar[LossScope | None] = contextvars.ContextVar("hvdtrain_loss_scope", default=None)
 
 
+def step_scope() -> LossScope | None:
+    """The scope of the training step that is being traced, also of a rank that trains alone."""
+    return _scope.get()
+
+
 def loss_scope() -> LossScope | None:
     """The scope of the training step that is being traced, if it is one of several ranks."""
-    return _scope.get()
+    scope = _scope.get()
+    return scope if scope is not None and scope.collectives.reduces else None
 
 
 @contextlib.contextmanager
 def losses_over_ranks(scope: LossScope) -> Iterator[None]:
     """Combines the losses that are computed in the block over ranks."""
-    token = _scope.set(scope if scope.collectives.reduces else None)
+    token = _scope.set(scope)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+@contextlib.contextmanager
+def whole_losses() -> Iterator[None]:
+    """In the block, losses are computed of the samples of all ranks, and need not be combined."""
+    token = _scope.set(None)
     try:
         yield
     finally:
@@ -77,7 +96,7 @@ def loss_over_ranks(
         loss: the ``keras.losses.Loss``.
         compute: its ``__call__``, with the same arguments.
     """
-    scope = _scope.get()
+    scope = loss_scope()
     if scope is None:
         return compute(y_true, y_pred, sample_weight)
     with _observed_values(loss) as observed:
@@ -167,14 +186,13 @@ def _share_of_count(count: tf.Tensor, scope: LossScope) -> tf.Tensor:
     weight = scope.sample_weight()
     weight = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
     own = tf.stop_gradient(tf.where(weight > 0, count, 0))  # A filler does not count.
-    (totals,) = scope.collectives.sum_tensors([tf.stack([own, weight])], _unique_name("hvdtrain_loss"))
-    total, total_weight = tf.unstack(totals)
+    name = unique_name("hvdtrain_loss")
+    # TensorFlow would merge the reductions of two outputs with one mask, and keep another one on each rank: ranks would
+    # wait for each other under different names. The last number makes the inputs differ.
+    sent = tf.stack([own, weight, tf.constant(zlib.crc32(name.encode()) % 65536, tf.float32)])
+    (totals,) = scope.collectives.sum_tensors([sent], name)
+    total, total_weight, _ = tf.unstack(totals)
     return tf.math.divide_no_nan(own * total_weight, total * weight)
-
-
-def _unique_name(prefix: str) -> str:
-    """The name of a reduction: the same on every rank, and a different one for each loss of a compiled step."""
-    return prefix if tf.executing_eagerly() else tf.compat.v1.get_default_graph().unique_name(prefix)
 
 
 def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Tensor, scope: LossScope) -> tf.Tensor:
@@ -192,7 +210,7 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
     checks_left = vars(loss)["hvdtrain_checks_left"]
     batch_size = tf.shape(tf.nest.flatten(y_pred)[0])[0]
     half = batch_size // 2
-    name = _unique_name("hvdtrain_loss_check")
+    name = unique_name("hvdtrain_loss_check")
 
     def part(begin: Any, end: Any) -> tf.Tensor:
         return loss.call(*tf.nest.map_structure(lambda each: each[begin:end], (y_true, y_pred)))

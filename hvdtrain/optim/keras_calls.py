@@ -34,6 +34,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
 from hvdtrain.distributed.optimizers import is_horovods_own
 from hvdtrain.distributed.shards import whole_variables
+from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.ema import after_last_micro_batch
@@ -170,7 +171,8 @@ def run_train_step(
     """
     pipeline = next((pipeline for _, pipeline in pipelines_of(model)), None)
     if pipeline is None:
-        return train_step(data)
+        with global_loss.losses_over_ranks(global_loss.LossScope(SingleProcessCollectives())):
+            return train_step(data)
     if pipeline.steps.is_active:
         data = pipeline.steps.count(data)
     config = pipeline.reduce.config

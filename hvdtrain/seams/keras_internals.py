@@ -8,6 +8,7 @@ NON_TRAINABLE_VARIABLES = Seam("Layer", "_non_trainable_variables", "holds what 
 MOMENTS = Seam("BatchNormalization", "_moments", "computes mean and variance over all ranks", is_called=True)
 REDUCTION_AXES = Seam("BatchNormalization", "_reduction_axes", "names the axes of mean and variance")
 MASK = ImportedSeam("keras.src.backend.common.masking", "get_keras_mask", "returns the mask by which a loss is divided")
+SET_MASK = ImportedSeam("keras.src.backend.common.masking", "set_keras_mask", "keeps the mask of gathered predictions")
 
 # Models.
 COMPUTE_LOSS = Seam("Model", "_compute_loss", "is checked to return one number", is_called=True)

@@ -14,5 +14,11 @@ IS_DETERMINISTIC = ImportedSeam(
     "reports whether operations are deterministic",
     library="tensorflow",
 )
+MAY_RECORD = ImportedSeam(
+    "tensorflow.python.eager.record",
+    "could_possibly_record",
+    "reports whether a tape records, so that samples are gathered in a training step only",
+    library="tensorflow",
+)
 NO_INLINE = {"_noinline": True}
 """Attributes of a function that stays one operation in the graph that calls it."""

@@ -388,3 +388,25 @@ def test_masked_losses_of_a_filler():
     model = compiled(lambda: tagger(False), distributed(keras.optimizers.SGD(0.5)), cross_entropy(ignore_class=-1))
     train_with_trainer(model, x, y, batch_size=BATCH, steps=2)
     assert difference(model, alone) < 1e-5
+
+
+def test_a_loop_averages_gradients_before_it_clips_them():
+    def loop(model, average, x, y):
+        loss = cross_entropy()
+        for begin in range(0, len(x), BATCH * (1 if average else SIZE)):
+            end = begin + BATCH * (1 if average else SIZE)
+            with tf.GradientTape() as tape:
+                value = loss(y[begin:end], model(x[begin:end]))
+            gradients = tape.gradient(value, model.trainable_variables)
+            gradients = [tf.convert_to_tensor(each) for each in gradients]
+            if average:
+                gradients = hvdtrain.average(gradients)
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.05)
+            model.optimizer.apply(gradients, model.trainable_variables)
+        return model
+
+    alone = loop(compiled(classifier, keras.optimizers.SGD(0.5), None), False, X, LABELS)
+    model = compiled(classifier, hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.5)), None)
+    own = np.arange(len(X)).reshape(STEPS, SIZE, BATCH)[:, RANK].ravel()
+    assert difference(loop(model, True, X[own], LABELS[own]), alone) < 1e-5
+    assert_equal_replicas(model)
