@@ -364,7 +364,7 @@ def test_updates_that_average_nothing_are_detected(uses_optimizer):
             if uses_optimizer:
                 self.other.apply(gradients[1:], self.trainable_variables[1:])
             else:
-                self.trainable_variables[1].assign(self.trainable_variables[1] - 0.1 * gradients[1])
+                self.trainable_variables[1].assign_add(0.1 * tf.reduce_mean(x) * tf.ones_like(gradients[1]))
             return {"loss": value}
 
     inputs = layers.Input((6,))
