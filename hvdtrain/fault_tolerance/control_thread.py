@@ -1,5 +1,6 @@
 """A thread that communicates for a process while its main thread is busy or stuck, and can end the process."""
 
+import abc
 import contextlib
 import os
 import selectors
@@ -29,11 +30,11 @@ _SAME_SIGNAL_S = 1.0
 PeerT = TypeVar("PeerT")
 
 
-class ControlThread(Generic[PeerT]):
+class ControlThread(abc.ABC, Generic[PeerT]):
     """Serves connections, signals and requests of the main thread, for which it never waits; calls no TensorFlow.
 
-    A subclass defines with whom it communicates, and how: it overrides the methods that raise NotImplementedError.
-    ``PeerT`` is what it knows of the other end of a connection.
+    A subclass defines with whom it communicates, and how, by the abstract methods. ``PeerT`` is what it knows of the
+    other end of a connection.
 
     Args:
         name: the name of the thread.
@@ -197,34 +198,37 @@ class ControlThread(Generic[PeerT]):
 
     # What a subclass defines.
 
+    @abc.abstractmethod
     def _serve(self) -> None:
         """Polls until this process has left or failed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _receive(self, ready: list[PeerT]) -> None:
         """Receives and handles the messages of these peers."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _send_heartbeat(self) -> None:
-        raise NotImplementedError
+        """Sends this process's position, every ``heartbeat_interval_s``."""
 
+    @abc.abstractmethod
     def _check_deadlines(self) -> None:
         """Acts on silent peers, and whatever else is due."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _extend_deadlines(self, gap_s: float) -> None:
         """Extends all deadlines by the time for which this process, and perhaps its host, was suspended."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _handle_first_signal(self, name: str) -> None:
-        raise NotImplementedError
+        """Requests a stop because of a signal, such as ``SIGTERM``."""
 
     def _handle_second_signal(self) -> None:
-        """Called before this process ends at once."""
+        """Called before this process ends at once. By default, nothing."""
+        return
 
+    @abc.abstractmethod
     def _say_bye(self) -> None:
         """Sends what the others need to know if this process leaves regularly."""
-        raise NotImplementedError
 
 
 _running: "weakref.WeakSet[ControlThread[Any]]" = weakref.WeakSet()

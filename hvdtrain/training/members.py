@@ -6,17 +6,14 @@ from typing import Any, Protocol
 
 import keras
 
-from hvdtrain.data import Source
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.global_loss import end_checks
-from hvdtrain.training.config import StepConfig
 from hvdtrain.training.joining import Joining, MembershipChange, without_comparison
 from hvdtrain.training.parts import StepParts
-from hvdtrain.training.plan import sample_plan
 from hvdtrain.training.state import RunState
 from hvdtrain.training.strategies.strategy import Place
 
@@ -73,18 +70,14 @@ class _TrainerState:
     def __init__(
         self,
         model: keras.Model,
-        source: Source,
-        config: StepConfig,
-        *,
         parts: StepParts,
         state: RunState,
         collectives: Collectives,
+        *,
         is_newcomer: bool,
     ):
         self.model = model
         self.parts = parts
-        self._source = source
-        self._config = config
         self._state = state
         self._collectives = collectives
         self._is_newcomer = is_newcomer
@@ -138,8 +131,7 @@ class _TrainerState:
         self._is_newcomer = False
         state, *_ = shared
         end_checks()
-        plan = sample_plan(self._source, self._config, self._collectives)
-        self.parts.restart_with(self._state.continued(plan, state))
+        self.parts.restart_with(self._state.plan_of_ranks(state))
 
 
 class ElasticMembers:
@@ -206,13 +198,11 @@ class ElasticMembers:
 
 def make_members(
     model: keras.Model,
-    source: Source,
-    config: StepConfig,
-    *,
     parts: StepParts,
     state: RunState,
     collectives: Collectives,
     watch: JobWatch,
+    *,
     on_change: Callable[[Mapping[str, float], int], None],
     on_leave: Callable[[], None],
 ) -> Members:
@@ -225,13 +215,5 @@ def make_members(
         return FixedMembers()
     if not isinstance(collectives, ElasticCollectives):
         raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
-    shared = _TrainerState(
-        model,
-        source,
-        config,
-        parts=parts,
-        state=state,
-        collectives=collectives,
-        is_newcomer=watch.coordinator.must_warm_up,
-    )
+    shared = _TrainerState(model, parts, state, collectives, is_newcomer=watch.coordinator.must_warm_up)
     return ElasticMembers(shared, collectives, watch, on_change=on_change, on_leave=on_leave)

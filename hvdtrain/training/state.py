@@ -10,6 +10,7 @@ from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.identity import run_identity
+from hvdtrain.training.plan import sample_plan
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.rescaling import continued_plan, place_in_data
 from hvdtrain.training.strategies.strategy import Strategy
@@ -77,8 +78,11 @@ class RunState:
         for name, part in self._shared.items():
             part.restore(state[name])
 
-    def continued(self, plan: SamplePlan, state: Mapping[str, Any]) -> SamplePlan:
-        """A plan that continues after the steps made, where :meth:`common` was returned."""
+    def plan_of_ranks(self, state: Mapping[str, Any]) -> SamplePlan:
+        """The plan of the current ranks, which continues after the steps made, where :meth:`common` was returned."""
+        return self._continued(sample_plan(self._source, self._config, self._collectives), state)
+
+    def _continued(self, plan: SamplePlan, state: Mapping[str, Any]) -> SamplePlan:
         return continued_plan(plan, self._progress.step, state) if self._config.rescale else plan
 
     def restore(self, checkpointer: Checkpointer, resume: str) -> Restored | None:
@@ -88,7 +92,7 @@ class RunState:
         if restored is None:
             return None
         self.apply_common(restored.state)
-        self._feed.plan = self.continued(self._feed.plan, restored.state)
+        self._feed.plan = self._continued(self._feed.plan, restored.state)
         own = restored.rank_state or self._on_other_ranks(restored.state)
         for name, part in self._own.items():
             part.restore(own[name])

@@ -118,12 +118,10 @@ class Trainer:
         )
         self._members = make_members(
             model,
-            data.training,
-            config,
-            parts=parts,
-            state=self._state,
-            collectives=collectives,
-            watch=job_watch,
+            parts,
+            self._state,
+            collectives,
+            job_watch,
             on_change=self._members_changed,
             on_leave=self._leave,
         )
