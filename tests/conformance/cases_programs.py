@@ -14,7 +14,8 @@ import table
 import tensorflow as tf
 from models import SHARED_GPUS
 from program_tasks import InOrder
-from programs import ADAPTIVE_WITH_EMBEDDINGS, NUM_SAMPLES, PROGRAMS, REFUSED, REFUSED_AS_TASK
+from programs import ADAPTIVE_WITH_EMBEDDINGS, PROGRAMS, REFUSED, REFUSED_AS_TASK
+from programs.samples import NUM_SAMPLES
 from trainers import make_trainer
 
 import hvdtrain

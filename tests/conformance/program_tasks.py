@@ -4,7 +4,8 @@ import inspect
 from unittest import mock
 
 import keras
-from programs import LOSS_WEIGHTS, PROGRAMS, several_outputs_with_loss_weights
+from programs import PROGRAMS
+from programs.compiled_models import LOSS_WEIGHTS, several_outputs_with_loss_weights
 
 import hvdtrain
 from hvdtrain.data import Arrays, Data

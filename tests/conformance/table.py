@@ -12,7 +12,7 @@ RESULT = "result"
 
 _HEAD = """# Conformance: programs compared with one process
 
-Programs in the style of published Keras examples (`tests/conformance/programs.py`). Each is trained for 6 steps in one
+Programs in the style of published Keras examples (`tests/conformance/programs/`). Each is trained for 6 steps in one
 process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`, and by `python -m hvdtrain --task`.
 
 "equal": the weights are those of one process, on all ranks, and `Trainer` and `--task` log the same loss and metrics.
