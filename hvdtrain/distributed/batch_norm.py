@@ -10,13 +10,18 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.weighted_gradients import GradientWeight, of_weighted_losses
 from hvdtrain.seams import keras_internals
 
 Moments = Callable[[tf.Tensor, tf.Tensor | None], tuple[tf.Tensor, tf.Tensor]]
 
 
 def moments_over_ranks(
-    layer: Any, name: str, collectives: Collectives, sample_weight: Callable[[], tf.Tensor | None]
+    layer: Any,
+    name: str,
+    collectives: Collectives,
+    sample_weight: Callable[[], tf.Tensor | None],
+    gradient_weight: GradientWeight,
 ) -> Moments:
     """A function with which a BatchNormalization layer computes mean and variance over the samples of all ranks.
 
@@ -24,6 +29,7 @@ def moments_over_ranks(
         layer: gives the axes to reduce.
         name: the name of the collective, the same on every rank.
         sample_weight: while a step is traced, the weight of this rank's samples; 0 leaves them out.
+        gradient_weight: by which this rank's gradients are multiplied later.
     """
 
     def moments(inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -43,7 +49,8 @@ def moments_over_ranks(
         weight = sample_weight()
         if weight is not None:
             count *= tf.cast(weight > 0, count.dtype)
-        rows = collectives.gather_rows(tf.concat([count[tf.newaxis], mean, variance], axis=0), name)
+        own = tf.concat([count[tf.newaxis], mean, variance], axis=0)
+        rows = of_weighted_losses(lambda row: collectives.gather_rows(row, name), own, gradient_weight)
         counts, means, variances = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
         total = tf.reduce_sum(counts)
         mean = tf.reduce_sum(counts * means, axis=0) / total

@@ -9,9 +9,10 @@ from hvdtrain.config.exclusions import GATHERED_SAMPLES, JIT_COMPILE, refusal_of
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.graph_names import unique_name
+from hvdtrain.distributed.weighted_gradients import of_weighted_losses
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.global_loss import LossScope, UncompilableLossError, step_scope
-from hvdtrain.seams import tensorflow_internals
+from hvdtrain.seams import keras_internals, tensorflow_internals
 
 
 def gather(samples: Any) -> Any:
@@ -38,7 +39,7 @@ def gather(samples: Any) -> Any:
         return samples
     if scope is not None and scope.excluded_by:
         refusal = refusal_of({each: str(each) for each in (scope.excluded_by[0], GATHERED_SAMPLES)})
-        raise UncompilableLossError(refusal) if scope.excluded_by[0] == JIT_COMPILE else UsageError(refusal)
+        raise _in_one_line(UncompilableLossError if scope.excluded_by[0] == JIT_COMPILE else UsageError, refusal)
     return tf.nest.pack_sequence_as(samples, [_gathered(each, collectives, scope) for each in flat])
 
 
@@ -75,14 +76,24 @@ def _ranks_of(scope: LossScope | None) -> Collectives | None:
     return runtime.current().collectives if is_recorded else None
 
 
+def _in_one_line(kind: type[UsageError], text: str) -> UsageError:
+    """An error that may be raised in a layer."""
+    error = kind(text)
+    vars(error)[keras_internals.CALL_INFO] = True
+    return error
+
+
 def _gathered(samples: Any, collectives: Collectives, scope: LossScope | None) -> tf.Tensor:
     samples = tf.convert_to_tensor(samples)
     if not samples.shape.rank:
-        raise UsageError(
+        raise _in_one_line(
+            UsageError,
             f"gather needs tensors with a sample in each row. Received: shape {samples.shape}. Gather the values of "
-            "the samples, and reduce them then."
+            "the samples, and reduce them then.",
         )
-    weight = None if scope is None else scope.sample_weight()
-    if weight is not None:
+    name = unique_name("hvdtrain_gather")
+    if scope is None:
+        return collectives.gather_samples(samples, name)
+    if (weight := scope.sample_weight()) is not None:
         samples = samples[: tf.where(weight > 0, tf.shape(samples)[0], 0)]  # A filler is no sample.
-    return collectives.gather_samples(samples, unique_name("hvdtrain_gather"))
+    return of_weighted_losses(lambda own: collectives.gather_samples(own, name), samples, scope.gradient_weight)

@@ -21,6 +21,7 @@ import tensorflow as tf
 from hvdtrain.config.exclusions import COUNTED_LOSS, JIT_COMPILE, SCALAR_LOSS, Condition, Option, refusal_of
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.graph_names import unique_name
+from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import keras_internals
 
@@ -42,6 +43,8 @@ class LossScope:
     collectives: Collectives
     sample_weight: Callable[[], tf.Tensor | None] = lambda: None
     """The weight by which this rank's loss is multiplied; None if all ranks have the same."""
+    gradient_weight: GradientWeight = lambda: None
+    """The weight by which this rank's gradients are multiplied, if its loss is not; known in the backward pass."""
     sums_gradients: bool = False
     """Whether gradients are added up over ranks instead of averaged."""
     excluded_by: Sequence[Option] = ()

@@ -35,6 +35,7 @@ from hvdtrain.distributed.gradient_reduction import Gradient
 from hvdtrain.distributed.optimizers import is_horovods_own
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.ema import after_last_micro_batch
@@ -64,6 +65,7 @@ def synchronize_batch_normalization(
     all_layers: bool = True,
     collectives: Collectives | None = None,
     sample_weight: Callable[[], tf.Tensor | None] = lambda: None,
+    gradient_weight: GradientWeight = lambda: None,
 ) -> int:
     """Makes BatchNormalization layers compute mean and variance over the samples of all ranks.
 
@@ -75,6 +77,7 @@ def synchronize_batch_normalization(
         all_layers: False: only layers made with ``synchronized=True``.
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
         sample_weight: while a step is traced, the weight of this rank's samples; 0 leaves them out.
+        gradient_weight: the weight by which this rank's gradients are multiplied later, if its loss is not.
 
     Returns:
         The number of synchronized layers.
@@ -89,7 +92,7 @@ def synchronize_batch_normalization(
         layer.synchronized = True
         if collectives.reduces:
             keras_internals.MOMENTS.set(
-                layer, moments_over_ranks(layer, f"hvdtrain_batchnorm_{i}", collectives, sample_weight)
+                layer, moments_over_ranks(layer, f"hvdtrain_batchnorm_{i}", collectives, sample_weight, gradient_weight)
             )
     return len(layers)
 
@@ -161,12 +164,14 @@ def run_train_step(
     data: Any,
     *,
     sample_weight: Callable[[], tf.Tensor | None] = lambda: None,
+    gradient_weight: GradientWeight = lambda: None,
     excluded_by: Sequence[Option] = (),
 ) -> Any:
     """Runs a model's ``train_step``; its losses are combined over the ranks that reduce its gradients.
 
     Args:
         sample_weight: returns the weight by which the loss is multiplied; None if all ranks have the same.
+        gradient_weight: returns the weight by which the gradients are multiplied, if the loss is not.
         excluded_by: the options that keep ranks from communicating in the forward pass.
     """
     pipeline = next((pipeline for _, pipeline in pipelines_of(model)), None)
@@ -179,7 +184,11 @@ def run_train_step(
     if not config.is_linear:
         return train_step(data)
     scope = global_loss.LossScope(
-        pipeline.reduce.collectives, sample_weight, sums_gradients=config.op == "sum", excluded_by=excluded_by
+        pipeline.reduce.collectives,
+        sample_weight,
+        gradient_weight,
+        sums_gradients=config.op == "sum",
+        excluded_by=excluded_by,
     )
     with (
         tape_gradients.reduced_if_used(model, train_step, data, excluded_by),

@@ -50,5 +50,9 @@ GLOBAL_GENERATOR = ImportedSeam(
     "keras.src.random.seed_generator", "global_seed_generator", "returns the global generator"
 )
 
+# Errors.
+CALL_INFO = "_keras_call_info_injected"
+"""An attribute of an exception: if it is set, Keras adds no lines to an error that is raised in a layer."""
+
 SEAMS = [each for each in list(globals().values()) if isinstance(each, Seam)]
 IMPORTED_SEAMS = [each for each in list(globals().values()) if isinstance(each, ImportedSeam)]

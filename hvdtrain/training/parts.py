@@ -103,7 +103,11 @@ def make_parts(
         jit_compile_is_optional=resolved.jit_compile_is_optional,
     )
     num_synchronized = synchronize_batch_normalization(
-        model, all_layers=config.sync_batchnorm, collectives=collectives, sample_weight=train_step.sample_weight
+        model,
+        all_layers=config.sync_batchnorm,
+        collectives=collectives,
+        sample_weight=train_step.sample_weight,
+        gradient_weight=train_step.gradient_weight,
     )
     context = StrategyContext(
         model=model,

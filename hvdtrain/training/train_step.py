@@ -162,6 +162,10 @@ class TrainStep:
         """While a step is traced: the weight of this rank's micro-batch; None if all have the same."""
         return self._sample_weight
 
+    def gradient_weight(self) -> tf.Tensor | None:
+        """While a backward pass is traced: the weight by which gradients are multiplied, if the loss was not."""
+        return None if self._loss is not None or self._weights.loss_sums else self._sample_weight
+
     def train_over(self, collectives: Collectives) -> None:
         """Reduces over other ranks from now on; all samples have the same weight, however many a rank has."""
         self._weights = dataclasses.replace(self._weights, loss_sums=True)
@@ -366,7 +370,14 @@ class TrainStep:
         excluding = ((QUORUM, self._has_quorum), (JIT_COMPILE, self._jit_compile))
         excluded_by = [each for each, is_set in excluding if is_set]
         train_step = self.model.train_step
-        return run_train_step(self.model, train_step, data, sample_weight=self.sample_weight, excluded_by=excluded_by)
+        return run_train_step(
+            self.model,
+            train_step,
+            data,
+            sample_weight=self.sample_weight,
+            gradient_weight=self.gradient_weight,
+            excluded_by=excluded_by,
+        )
 
     def _leave_out_xla(self, error: UncompilableLossError | None = None) -> None:
         """Continues to trace a step without XLA, unless it was asked for."""

@@ -410,3 +410,31 @@ def test_a_loop_averages_gradients_before_it_clips_them():
     own = np.arange(len(X)).reshape(STEPS, SIZE, BATCH)[:, RANK].ravel()
     assert difference(loop(model, True, X[own], LABELS[own]), alone) < 1e-5
     assert_equal_replicas(model)
+
+
+class PlainStep(keras.Model):
+    """Its train_step does not call scale_loss, as those of many examples."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def test_synchronized_moments_of_ranks_with_different_batches():
+    """Each rank's part of the moments is weighted as its loss, also if only the gradients are weighted."""
+
+    def normalizing() -> keras.Model:
+        inputs = layers.Input((LENGTH,))
+        hidden = layers.BatchNormalization()(layers.Dense(8, activation="tanh")(inputs))
+        return PlainStep(inputs, layers.Dense(CLASSES)(hidden))
+
+    x = X.astype(np.float32)
+    alone = train_alone(compiled(normalizing, keras.optimizers.SGD(0.1), cross_entropy()), x, LABELS)
+    model = compiled(normalizing, keras.optimizers.SGD(0.1), cross_entropy())
+    shares = ",".join(str(1 + rank % 2) for rank in range(SIZE))
+    train_with_trainer(model, x, LABELS, shares=shares, sync_batchnorm=True)
+    assert difference(model, alone) < 1e-5
