@@ -1,7 +1,6 @@
 """The collectives over Horovod. The only module that imports horovod or mpi4py."""
 
 import pickle
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ class HorovodCollectives:
         self._hvd = hvd
         self._operations = HorovodOperations(hvd)
         self._compiled_sums: dict[str, Callable[..., Any]] = {}
+        self._zero: tf.Variable | None = None
         self._process_sets: dict[tuple[int, ...], Any] = {}
         if hvd.size() < launcher.size:
             raise UsageError(
@@ -106,6 +106,8 @@ class HorovodCollectives:
                 ]
 
             self._compiled_sums[name] = compiled(reduce)
+        if not tf.executing_eagerly():
+            tensors = [self._known_late(each) for each in tensors]
         return self._compiled_sums[name](list(tensors))
 
     def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -234,30 +236,37 @@ class HorovodCollectives:
         return gather(row)
 
     def gather_samples(self, own: tf.Tensor, name: str) -> tf.Tensor:
-        # TensorFlow merges operations with equal inputs, such as the gathers of two numbers of samples, and does not
-        # keep the same one on every rank: ranks would wait for each other under different names. The hash makes inputs
-        # differ.
         count = tf.shape(own)[0]
-        named_count = tf.stack([count, zlib.crc32(name.encode()) & 0x7FFFFFFF])
-        counts = self._operations.allgather(named_count[tf.newaxis], f"{name}_counts")[:, 0]
+        counts = self._operations.allgather(self._known_late(count[tf.newaxis]), f"{name}_counts")
 
         @tf.custom_gradient
         def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             sent = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
-            with tf.control_dependencies([counts]):
-                everyone = tf.cast(self._operations.allgather(sent, name), own.dtype)
+            everyone = tf.cast(self._operations.allgather(self._known_late(sent), name), own.dtype)
             everyone.set_shape([None, *own.shape[1:]])
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 # Every rank's loss depends on this rank's samples.
-                with tf.control_dependencies([counts]):
-                    total = self._operations.allreduce(upstream, self._hvd.Sum, f"{name}_gradient")
+                upstream = self._known_late(upstream)
+                total = self._operations.allreduce(upstream, self._hvd.Sum, f"{name}_gradient")
                 first = tf.reduce_sum(counts[: self._own_rank()])
                 return tf.ensure_shape(total[first : first + count], own.shape)
 
             return everyone, gradient
 
         return gather(own)
+
+    def _known_late(self, tensor: tf.Tensor) -> tf.Tensor:
+        """The same tensor, whose value TensorFlow does not know before the step runs.
+
+        TensorFlow computes operations with constant inputs, such as the number of samples of a batch of a fixed size,
+        while it optimizes a graph: one after the other, and not in the same order on every rank. Ranks would wait for
+        each other under different names.
+        """
+        if self._zero is None:
+            with tf.init_scope(), tf.device("CPU"):
+                self._zero = tf.Variable(0, trainable=False)
+        return tf.ensure_shape(tf.reshape(tensor, tf.shape(tensor) + self._zero.read_value()), tensor.shape)
 
     def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         lengths = tf.ones([self.size], tf.int32)
@@ -276,6 +285,7 @@ class ProcessSetCollectives(HorovodCollectives):
         self._hvd = world._hvd
         self._operations = HorovodOperations(world._hvd, process_set)
         self._compiled_sums = {}
+        self._zero = None
 
     def _global_rank(self, rank: int) -> int:
         return self._process_set.ranks[rank]

@@ -11,7 +11,6 @@ import contextvars
 import dataclasses
 import functools
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -189,12 +188,8 @@ def _share_of_count(count: tf.Tensor, scope: LossScope) -> tf.Tensor:
     weight = scope.sample_weight()
     weight = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
     own = tf.stop_gradient(tf.where(weight > 0, count, 0))  # A filler does not count.
-    name = unique_name("hvdtrain_loss")
-    # TensorFlow would merge the reductions of two outputs with one mask, and keep another one on each rank: ranks would
-    # wait for each other under different names. The last number makes the inputs differ.
-    sent = tf.stack([own, weight, tf.constant(zlib.crc32(name.encode()) % 65536, tf.float32)])
-    (totals,) = scope.collectives.sum_tensors([sent], name)
-    total, total_weight, _ = tf.unstack(totals)
+    (totals,) = scope.collectives.sum_tensors([tf.stack([own, weight])], unique_name("hvdtrain_loss"))
+    total, total_weight = tf.unstack(totals)
     return tf.math.divide_no_nan(own * total_weight, total * weight)
 
 

@@ -16,6 +16,7 @@ from models import SHARED_GPUS
 from program_tasks import InOrder
 from programs import ADAPTIVE_WITH_EMBEDDINGS, PROGRAMS, REFUSED, REFUSED_AS_TASK
 from programs.samples import NUM_SAMPLES
+from programs.whole_batch import contrastive_language_image_pretraining
 from trainers import make_trainer
 
 import hvdtrain
@@ -172,3 +173,10 @@ def test_program_with_an_option(program, option):
             raise
         return
     checked_difference(model, train_alone(program)[0])
+
+
+def test_gathers_of_a_step_do_not_wait_for_each_other():
+    """TensorFlow would communicate the numbers of samples, which are constants, while it compiles a step: one after
+    the other, and in most of these trainings in another order on each rank."""
+    for _ in range(6):
+        train_with_fit(contrastive_language_image_pretraining, None)

@@ -5,7 +5,7 @@ from launcher import run_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES, NUM_QUICK_CASES = 429, 50
+NUM_CASES, NUM_QUICK_CASES = 430, 51
 
 
 def test_programs_on_two_ranks(tmp_path):
