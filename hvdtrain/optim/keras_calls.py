@@ -40,6 +40,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
+from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
@@ -117,7 +118,7 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
     jit_compile = self.jit_compile
     tape_gradients.forget(self)
     reduces = any(pipeline.reduce.collectives.reduces for _, pipeline in pipelines_of(self))
-    restore = _replace(self, "train_step", functools.partial(run_train_step, self, self.train_step))
+    restore = replace_method(self, "train_step", functools.partial(run_train_step, self, self.train_step))
     keras_internals.JIT_COMPILE.set(self, jit_compile and not reduces)
     try:
         _make_train_function_here(self, force)
@@ -144,7 +145,7 @@ def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor |
 
 def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:
     """Compiles a model's ``test_step``, run by a function that receives it and its data."""
-    restore = _replace(model, "test_step", functools.partial(run, model.test_step))
+    restore = replace_method(model, "test_step", functools.partial(run, model.test_step))
     try:
         model.make_test_function(force=True)
     finally:
@@ -229,7 +230,7 @@ def finite_losses(model: Any) -> Iterator[None]:
         weight = tf.cast(1 if sample_weight is None else sample_weight, loss.dtype)
         return update_state(tf.where(finite, loss, 0), sample_weight=tf.where(finite, weight, 0))
 
-    restore = _replace(tracker, "update_state", update_if_finite)
+    restore = replace_method(tracker, "update_state", update_if_finite)
     try:
         yield
     finally:
@@ -265,26 +266,12 @@ def recorded_results(model: keras.Model) -> Iterator[list[tuple[keras.Metric, st
 
         return result
 
-    restores = [_replace(metric, "result", recording(metric)) for metric in model.metrics]
+    restores = [replace_method(metric, "result", recording(metric)) for metric in model.metrics]
     try:
         yield recorded
     finally:
         for restore in restores:
             restore()
-
-
-def _replace(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method of an object; returns what restores it."""
-    before = vars(owner).get(name)
-    setattr(owner, name, method)
-
-    def restore() -> None:
-        if before is None:
-            del vars(owner)[name]  # The class' own is visible again.
-        else:
-            setattr(owner, name, before)
-
-    return restore
 
 
 # Steps 4 and 5: the loss and the gradients of this rank.
@@ -425,7 +412,7 @@ def _overwriting_once_per_step(optimizer: Any) -> Iterator[None]:
         yield
         return
     overwrite = keras_internals.OVERWRITE
-    restore = _replace(optimizer, overwrite.name, after_last_micro_batch(optimizer, overwrite.of(optimizer)))
+    restore = replace_method(optimizer, overwrite.name, after_last_micro_batch(optimizer, overwrite.of(optimizer)))
     try:
         yield
     finally:

@@ -21,6 +21,7 @@ from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, i
 from hvdtrain.distributed.optimizers import optimizers_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.global_loss import UncompilableLossError
+from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import GradientPipeline, Pipelines, in_scope, pipelines_of
 from hvdtrain.optim.step_reduction import StepReduction, already_reduced
 
@@ -67,7 +68,7 @@ def reduced_if_used(
         refusal = exclusions.refusal_of({each: str(each) for each in (excluded_by[0], exclusions.USED_GRADIENTS)})
         raise UncompilableLossError(refusal) if excluded_by[0] == exclusions.JIT_COMPILE else UsageError(refusal)
     if model not in _reducers:
-        _reducers[model] = _TapeReducer(model)
+        _reducers[model] = _TapeReducer()
     with _reducers[model].active(pipelines):
         yield
 
@@ -94,13 +95,12 @@ def _examine(model: keras.Model, train_step: Callable[[Any], Any], data: Any) ->
     """Traces a ``train_step``, without running it, to find whether it uses gradients other than by applying them."""
     found: dict[int, tuple[Gradient, int]] = {}
     applied: set[int] = set()
-    trained = {id(variable) for variable in model.trainable_variables}
 
     def note(sources: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
         # A copy, because a backward pass may return one tensor as the gradients of several variables, or use it.
         kept = [None if each is None else _copied(each) for each in gradients]
         for source, each in zip(sources, kept, strict=True):
-            if each is not None and id(source) in trained:
+            if each is not None and _is_variable(source):
                 found[id(each)] = each, _num_uses(each)
         return kept
 
@@ -111,7 +111,7 @@ def _examine(model: keras.Model, train_step: Callable[[Any], Any], data: Any) ->
         with contextlib.ExitStack() as stack:
             stack.enter_context(in_scope([(leaf, _without_effect(pipeline)) for leaf, pipeline in pipelines_of(model)]))
             for optimizer in optimizers_of(model):
-                stack.enter_context(_replaced(optimizer, "apply", apply))
+                stack.callback(replace_method(optimizer, "apply", apply))
             train_step(data)
 
     token = _on_return.set(note)
@@ -121,6 +121,11 @@ def _examine(model: keras.Model, train_step: Callable[[Any], Any], data: Any) ->
     finally:
         _on_return.reset(token)
     return any(key not in applied or _num_uses(each) > before for key, (each, before) in found.items())
+
+
+def _is_variable(source: Any) -> bool:
+    """Whether a tape differentiates by a variable; a gradient by inputs is one of this rank's samples."""
+    return isinstance(source, keras.Variable | tf.Variable)
 
 
 def _without_effect(pipeline: GradientPipeline) -> GradientPipeline:
@@ -139,24 +144,10 @@ def _num_uses(gradient: Gradient) -> int:
     return len((gradient.values if is_sparse(gradient) else gradient).consumers())
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    before = vars(owner).get(name)
-    vars(owner)[name] = method
-    try:
-        yield
-    finally:
-        if before is None:
-            del vars(owner)[name]
-        else:
-            vars(owner)[name] = before
-
-
 class _TapeReducer:
     """Reduces what tapes return in one model's step, by the pipeline of its first optimizer."""
 
-    def __init__(self, model: keras.Model):
-        self._model = weakref.ref(model)
+    def __init__(self) -> None:
         self._more: list[GradientReducer] = []
         """The reducers of the second and later gradients of a step: each has a name, the same on every rank."""
         self._num_returned = 0
@@ -188,11 +179,9 @@ class _TapeReducer:
         )
 
     def _reduce(self, sources: Sequence[Any], gradients: Sequence[Any]) -> Sequence[Any]:
-        model, pipeline = self._model(), self._pipeline
-        assert model is not None
+        pipeline = self._pipeline
         assert pipeline is not None
-        trained = {id(variable) for variable in model.trainable_variables}
-        found = [i for i, each in enumerate(gradients) if each is not None and id(sources[i]) in trained]
+        found = [i for i, each in enumerate(gradients) if each is not None and _is_variable(sources[i])]
         if not found:
             return gradients
         marked = pipeline.mark([gradients[i] for i in found], self._was_weighed)
