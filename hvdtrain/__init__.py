@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
     from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
+    from hvdtrain.training.equality.verify import verify
     from hvdtrain.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -82,6 +83,7 @@ __all__ = [
     "run",
     "shard",
     "synchronize_batch_normalization",
+    "verify",
 ]
 
 _MODULES = {
@@ -122,6 +124,7 @@ _MODULES = {
     "run": "system.function_job",
     "shard": "data.sharding",
     "synchronize_batch_normalization": "optim.keras_calls",
+    "verify": "training.equality.verify",
 }
 
 _WITHOUT_TENSORFLOW = ("run",)
@@ -143,7 +146,7 @@ def __getattr__(name: str) -> Any:
 
         import_tensorflow()
         # In case the program uses Horovod's own optimizer: it is rejected at its first update.
-        importlib.import_module("hvdtrain.optim.keras_calls")
+        importlib.import_module("hvdtrain.training.equality.fit")
     if name not in _MODULES:
         return importlib.import_module(f"hvdtrain.{name}")
     return getattr(importlib.import_module(f"hvdtrain.{_MODULES[name]}"), name)

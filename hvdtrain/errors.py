@@ -13,6 +13,10 @@ class UsageError(HvdtrainError, ValueError):
     exit_code = 64
 
 
+class UnequalError(UsageError):
+    """A training step on several ranks is not that of one process. Exit code 64."""
+
+
 class NonFiniteError(HvdtrainError):
     """A loss or a gradient is NaN or infinite. Exit code 1.
 

@@ -17,7 +17,7 @@ from hvdtrain.distributed.replica_consistency import first_difference, share_sta
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.optim.ema import require_whole_ema
-from hvdtrain.optim.equal_steps import EqualSteps
+from hvdtrain.optim.equal_steps import EqualSteps, require_equal_decisions
 from hvdtrain.optim.pipeline import require_pipelines
 from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
 
@@ -124,11 +124,17 @@ class DistributedCallbacks(keras.callbacks.Callback):
         self._metrics.on_epoch_end(epoch, logs)
         self._forward("on_epoch_end", epoch, logs)
         self._statistics.close()
+        self._agree_on_stopping()
+        require_equal_decisions(
+            self.model,
+            epoch,
+            self._collectives,
+            remedy="Set it on every rank, by a callback that decides from the values that it receives.",
+        )
         if self._compares_replicas:
             # A user's own train_step may apply gradients that were not reduced.
             self._require_equal_replicas()
             self._compares_replicas = False
-        self._agree_on_stopping()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         share_statistics(self.model, self._collectives)

@@ -31,7 +31,14 @@ from hvdtrain.tasks.names import require_task
 # The modules that run commands on all ranks. They import TensorFlow, and are only loaded when their command is run.
 _MODULES = {"train": "train", "eval": "evaluate", "bench": "bench.command", "export": "export"}
 # Those of commands that need neither ranks nor TensorFlow.
-_LOCAL_MODULES = {"launch": "launch", "elastic": "elastic", "test": "self_test", "init": "init", "compare": "compare"}
+_LOCAL_MODULES = {
+    "launch": "launch",
+    "check": "check",
+    "elastic": "elastic",
+    "test": "self_test",
+    "init": "init",
+    "compare": "compare",
+}
 # Options that may be URLs of an object store.
 _PATHS = ("data_dir", "run_dir", "resume", "checkpoint", "output")
 _HELP = """Trains Keras 3 models on every rank that the launcher started: horovodrun -np 4 python -m hvdtrain
@@ -73,6 +80,15 @@ def launch(*, np: Ranks = "auto", mpi: Mpi = False, gloo: Gloo = False) -> None:
     """Start a command or a .py file on several ranks of this machine: launch --np 4 train.py
 
     The command begins at the first word that is not an option of launch.
+    """
+
+
+def check(
+    *, np: Annotated[str, Parameter(help="Number of ranks.")] = "2", mpi: Mpi = False, gloo: Gloo = False
+) -> None:
+    """Compare the first steps of a program on several ranks with those of one process: check --np 2 train.py
+
+    The program begins at the first word that is not an option of check. It ends after the compared steps.
     """
 
 
@@ -134,6 +150,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "export": export,
     "doctor": doctor,
     "launch": launch,
+    "check": check,
     "elastic": elastic,
     "test": self_test,
     "init": init,
@@ -142,7 +159,14 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 # What follows the command, unless it is options alone.
-_USAGE = {"doctor": "", "launch": "[OPTIONS] CMD…", "init": "FILE", "compare": "[OPTIONS] RUN…", "completion": "SHELL"}
+_USAGE = {
+    "doctor": "",
+    "launch": "[OPTIONS] CMD…",
+    "check": "[OPTIONS] CMD…",
+    "init": "FILE",
+    "compare": "[OPTIONS] RUN…",
+    "completion": "SHELL",
+}
 
 
 def parse(command: str | None, arguments: Sequence[str]) -> Config:
@@ -292,8 +316,9 @@ def _run_here(command: str, arguments: Sequence[str]) -> int:
             print(_make_app().generate_completion(prog_name="hvdtrain", shell=shell), flush=True)
             return 0
         module = importlib.import_module(f"hvdtrain.commands.{_LOCAL_MODULES[command]}")
-        if command in ("launch", "elastic"):
-            own, rest = module.split_command(arguments)
+        if command in ("launch", "check", "elastic"):
+            splitting = importlib.import_module("hvdtrain.commands.launch") if command == "check" else module
+            own, rest = splitting.split_command(arguments)
             return int(module.run(rest, **_read(command, own)[0].arguments))
         return int(module.run(**_read(command, arguments)[0].arguments))
     except HvdtrainError as error:

@@ -5,6 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.data import sharded_order
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
 
@@ -30,9 +31,12 @@ def shard(*data: Any, drop_remainder: bool = True) -> Any:
 
     Raises:
         DataError: arrays differ in their number of samples, or there are fewer than ranks.
-        UsageError: the data cannot be sharded.
+        UsageError: the data cannot be sharded, or it is shuffled without a seed, so that ranks would not see all of
+            it. (Other differences in order are found when training begins.)
     """
     topology = runtime.current().topology
+    if topology.size > 1:
+        sharded_order.note(data)
     parts = shard_of(data, topology.rank, topology.size, drop_remainder=drop_remainder)
     return parts if len(parts) > 1 else parts[0]
 

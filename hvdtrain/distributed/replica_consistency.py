@@ -15,6 +15,7 @@ from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, sh
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.distinct_values import most_common
+from hvdtrain.distributed.model_roles import note_replicated
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, optimizers_of, require_keras_model
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import host_array
@@ -54,6 +55,7 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
     variables = [*model.variables, *whole_variables(optimizer_variables(model)), *global_streams]
     collectives.broadcast([variable.value for variable in variables])
     note_equal_counters(model)
+    note_replicated(model)
     for variable in [*random_streams(model), *global_streams]:
         variable.assign(own_random_stream(variable.numpy(), collectives.rank))
 

@@ -1,7 +1,9 @@
 """Starts a rank: environment, Horovod, GPU, threads and seeds."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import keras
 import tensorflow as tf
@@ -14,6 +16,8 @@ from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices, environment, network
+
+OnUnequal = Literal["stop", "warn", "ignore"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,8 @@ class Runtime:
     collectives: Collectives
     process_sets: bool = False
     """Whether Horovod was started with process sets."""
+    on_unequal: OnUnequal = "stop"
+    """What to do if a step of ``model.fit`` is not that of one process."""
 
 
 _runtime: Runtime | None = None
@@ -63,6 +69,7 @@ def init(
     timeline: str | None = None,
     process_sets: bool = False,
     gpus: GpuConfig | None = None,
+    on_unequal: OnUnequal = "stop",
 ) -> Topology:
     """Starts Horovod, assigns this rank a GPU and a share of the cores, and sets its seeds.
 
@@ -76,6 +83,8 @@ def init(
         timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
         process_sets: whether :func:`process_set` will be called.
         gpus: how ranks use the GPUs of their hosts (default: each has one for itself).
+        on_unequal: what to do if a step of ``model.fit`` is not that of one process: ``stop``, ``warn``, or
+            ``ignore``, which does not check it.
 
     Raises:
         JobError: on every rank: ranks share a GPU, or only some of them have one, and ``gpus`` does not allow it.
@@ -84,7 +93,9 @@ def init(
     global _runtime
     if _runtime is None:
         gpus = gpus or GpuConfig()
-        _runtime = _start(threads, deterministic, timeline, process_sets, gpus)
+        _runtime = dataclasses.replace(
+            _start(threads, deterministic, timeline, process_sets, gpus), on_unequal=on_unequal
+        )
         if not _runtime.collectives.may_change:  # Otherwise ranks start one by one.
             gpu_sharing.require_own_gpus(_runtime.collectives, _runtime.topology.device, gpus)
     if seed is not None:
@@ -176,3 +187,20 @@ def current() -> Runtime:
 def collectives() -> Collectives:
     """The collectives of this process; those of a single process if hvdtrain.init() was not called."""
     return SingleProcessCollectives() if _runtime is None else _runtime.collectives
+
+
+def on_unequal() -> OnUnequal:
+    """What to do if a step of ``model.fit`` is not that of one process."""
+    return "stop" if _runtime is None else _runtime.on_unequal
+
+
+@contextlib.contextmanager
+def replaced_collectives(collectives: Collectives) -> Iterator[None]:
+    """In the block, :func:`current` has these collectives."""
+    global _runtime
+    before = current()
+    _runtime = dataclasses.replace(before, collectives=collectives)
+    try:
+        yield
+    finally:
+        _runtime = before

@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.model_roles import note_averaged
 from hvdtrain.distributed.optimizers import build_optimizer, optimizers_of
 from hvdtrain.distributed.snapshot import host_tensor
 from hvdtrain.errors import UsageError
@@ -78,6 +79,7 @@ class ParameterAverager:
         collectives: Collectives | None = None,
     ):
         self._collectives = collectives or runtime.current().collectives
+        note_averaged(model)
         self._config = config = config or LocalSGDConfig()
         if config.wait_free and self._collectives.size == 1:
             raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")

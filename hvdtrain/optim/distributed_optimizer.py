@@ -24,6 +24,7 @@ from hvdtrain.optim.ema import moving_average_per_update, with_ramped_momentum
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.fused_sgd import fused_update_step
+from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.keras_calls import call_pipeline
 from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
 from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
@@ -142,6 +143,7 @@ def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -
         update=keras_internals.UPDATE.of(optimizer) if on_parts is None else on_parts.update,
         average=with_ramped_momentum(optimizer, average) if ema_ramp else average,
         steps=EpochSteps(reduction.collectives),
+        batches=KeptBatch(),
     )
 
 

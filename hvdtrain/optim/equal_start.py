@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import first_difference
-from hvdtrain.errors import DivergenceError
+from hvdtrain.errors import DivergenceError, UsageError
 
 
 class EqualStart:
@@ -20,6 +21,13 @@ class EqualStart:
     def broadcast_first(self, broadcast: Callable[[], object]) -> None:
         """Makes replicas equal at the first reduction, before they are compared: for a model that is built there."""
         self._broadcast = broadcast
+
+    def require_same_gradients(
+        self, places: Sequence[int], variables: Sequence[keras.Variable], collectives: Collectives
+    ) -> None:
+        """Compares at the first reduction which variables have gradients, see :func:`require_same_gradients`."""
+        if not self._is_compared:
+            require_same_gradients(places, [variable.path for variable in variables], collectives)
 
     def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
         """Compares the variables at the first call. All ranks must call it when they trace or make their first step.
@@ -46,4 +54,28 @@ class EqualStart:
                 f"replicas must be equal when training begins. Received: variable {path!r} of {ranks} differs from the "
                 "other ranks'. Call hvdtrain.broadcast(model) after model.compile, or pass "
                 "hvdtrain.callbacks.BroadcastGlobalVariablesCallback() to model.fit."
+            )
+
+
+def require_same_gradients(places: Sequence[int], names: Sequence[str], collectives: Collectives) -> None:
+    """Compares which variables have gradients: ranks reduce them by their places. All ranks must call it.
+
+    Args:
+        places: of the variables that have a gradient on this rank, among all that may have one.
+        names: of these variables.
+
+    Raises:
+        UsageError: on every rank: some have gradients of other variables.
+    """
+    with tf.init_scope():
+        everyone = collectives.allgather(dict(zip(places, names, strict=True)))
+    for place in sorted({place for each in everyone for place in each}):
+        ranks = [rank for rank, each in enumerate(everyone) if place in each]
+        if len(ranks) < len(everyone):
+            others = [rank for rank in range(len(everyone)) if rank not in ranks]
+            hosts = [""] * len(everyone)
+            raise UsageError(
+                f"all ranks must have gradients of the same variables. Received: {everyone[ranks[0]][place]!r} has one "
+                f"on {ranks_text(ranks, hosts)}, and none on {ranks_text(others, hosts)}. Let every rank's loss depend "
+                "on all variables: multiply the part that its batch does not need by 0."
             )

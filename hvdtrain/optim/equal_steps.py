@@ -100,17 +100,12 @@ class RequireEqualRanks(keras.callbacks.Callback):
         self._end_steps()
         if self._has_stopped_in_epoch:
             return  # Other ranks may be in a step.
-        rates = [float(each.learning_rate) for each in leaves_of(self.model)]
-        decisions = {"stop_training": bool(self.model.stop_training), "learning_rate": rates}
-        all_ranks = self._collectives.allgather(decisions)
-        for name in decisions:
-            values = [each[name] for each in all_ranks]
-            if any(value != values[0] for value in values):
-                found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-                raise UsageError(
-                    f"callbacks must decide alike on all ranks. Received: {name} after epoch {epoch + 1}: {found}. "
-                    "Each rank's callbacks see its own metrics; pass them through hvdtrain.callbacks.distributed."
-                )
+        require_equal_decisions(
+            self.model,
+            epoch,
+            self._collectives,
+            remedy="Each rank's callbacks see its own metrics; pass them through hvdtrain.callbacks.distributed.",
+        )
 
     def _end_steps(self) -> None:
         if self._steps_have_ended:
@@ -118,6 +113,24 @@ class RequireEqualRanks(keras.callbacks.Callback):
         self._steps_have_ended = True
         self._has_stopped_in_epoch = bool(self.model.stop_training)
         self._steps.epoch_ends()
+
+
+def require_equal_decisions(model: keras.Model, epoch: int, collectives: Collectives, *, remedy: str) -> None:
+    """Compares, after an epoch, whether ranks stop, and their learning rates. All ranks must call it.
+
+    Raises:
+        UsageError: on every rank: they differ.
+    """
+    rates = [float(each.learning_rate) for each in leaves_of(model)]
+    decisions = {"stop_training": bool(model.stop_training), "learning_rate": rates}
+    all_ranks = collectives.allgather(decisions)
+    for name in decisions:
+        values = [each[name] for each in all_ranks]
+        if any(value != values[0] for value in values):
+            found = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise UsageError(
+                f"callbacks must decide alike on all ranks. Received: {name} after epoch {epoch + 1}: {found}. {remedy}"
+            )
 
 
 def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:

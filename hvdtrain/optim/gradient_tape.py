@@ -11,6 +11,10 @@ from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import with_shapes_of
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.equal_start import require_same_gradients
+
+_compared: set[tuple[int, ...]] = set()
+"""For which variables the ranks have compared which have gradients."""
 
 
 class DistributedGradientTape:
@@ -28,7 +32,7 @@ class DistributedGradientTape:
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
 
     Raises:
-        UsageError: an option breaks its rule.
+        UsageError: an option breaks its rule, or, at the first gradient, ranks have gradients of other variables.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class DistributedGradientTape:
         config = ReductionConfig(op=op, groups=groups, sparse_as_dense=sparse_as_dense)  # type: ignore[arg-type]
         self._tape = tf.GradientTape() if tape is None else tape
         collectives = collectives or runtime.current().collectives
+        self._collectives = collectives
         self._reduce = make_reducer(collectives, config, make_compression(compression), keeps_errors=False)
 
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
@@ -56,12 +61,20 @@ class DistributedGradientTape:
         gradients = self._tape.gradient(target, sources, output_gradients)
         flat = tf.nest.flatten(gradients)
         found = [i for i, each in enumerate(flat) if each is not None]
+        variables = tf.nest.flatten(sources)
+        self._require_same_gradients(found, variables)
         if found:
-            variables = tf.nest.flatten(sources)
             own = with_shapes_of([variables[i] for i in found], [flat[i] for i in found])
             for i, reduced in zip(found, self._reduce(own).gradients, strict=True):
                 flat[i] = reduced
         return tf.nest.pack_sequence_as(gradients, flat)
+
+    def _require_same_gradients(self, found: list[int], variables: list[Any]) -> None:
+        key = (id(self._collectives), *map(id, variables))
+        if self._collectives.size > 1 and key not in _compared:
+            _compared.add(key)
+            names = [str(getattr(variables[i], "path", variables[i].name)) for i in found]
+            require_same_gradients(found, names, self._collectives)
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()

@@ -40,6 +40,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
+from hvdtrain.optim.lone_training import run_guarded
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import (
     Applied,
@@ -118,13 +119,23 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
     jit_compile = self.jit_compile
     tape_gradients.forget(self)
     reduces = any(pipeline.reduce.collectives.reduces for _, pipeline in pipelines_of(self))
-    restore = replace_method(self, "train_step", functools.partial(run_train_step, self, self.train_step))
+    restore = replace_method(self, "train_step", functools.partial(_run_in_fit, self, self.train_step))
     keras_internals.JIT_COMPILE.set(self, jit_compile and not reduces)
     try:
         _make_train_function_here(self, force)
     finally:
         keras_internals.JIT_COMPILE.set(self, jit_compile)
         restore()
+
+
+def _run_in_fit(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
+    pipelines = pipelines_of(model)
+    if not pipelines:
+        return run_guarded(model, functools.partial(run_train_step, model, train_step), data)
+    _, first = pipelines[0]
+    if first.reduce.collectives.reduces:
+        first.batches.observe(data)
+    return run_train_step(model, train_step, data)
 
 
 def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:
@@ -362,6 +373,10 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     def reduce_and_clip(gradients: list[Gradient]) -> list[Gradient]:
         pipeline, own = require_pipeline(optimizer), applied[-1]
         if pipeline.start is not None:
+            known = [id(variable) for variable in keras_internals.TRAINABLE_VARIABLES.of(optimizer)]
+            pipeline.start.require_same_gradients(
+                [known.index(id(variable)) for variable in own.variables], own.variables, pipeline.reduce.collectives
+            )
             is_local = pipeline.reduce.are_local(own.variables)
             shared = [variable for variable, local in zip(own.variables, is_local, strict=True) if not local]
             pipeline.start.require([*shared, *whole_variables(optimizer.variables)], pipeline.reduce.collectives)

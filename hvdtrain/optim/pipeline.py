@@ -17,6 +17,7 @@ from hvdtrain.distributed.optimizers import leaves, leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.equal_start import EqualStart
+from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.step_reduction import StepReduction
 
 OwnGradients = Sequence[Gradient | None]
@@ -82,6 +83,8 @@ class GradientPipeline:
     """The update of the exponential moving average (EMA) of the variables."""
     steps: EpochSteps
     """Counts the steps of ``model.fit``, if it is active."""
+    batches: KeptBatch
+    """Keeps the batch of a step of ``model.fit`` for a check after it."""
 
 
 @dataclasses.dataclass
@@ -104,8 +107,12 @@ class Scope:
     """By the identity of the optimizer that applies gradients."""
     applied: list[Applied] = dataclasses.field(default_factory=list)
     """Shared with the scopes around it."""
+    replacement: "Replacement | None" = None
+    """Of the pipelines of all other optimizers."""
 
 
+Replacement = Callable[[keras.optimizers.Optimizer, GradientPipeline], GradientPipeline]
+"""Returns what an optimizer has instead of its own pipeline."""
 Pipelines = Sequence[tuple[keras.optimizers.Optimizer, GradientPipeline]]
 """The pipelines of optimizers that apply gradients."""
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("hvdtrain_pipelines", default=None)
@@ -116,7 +123,21 @@ def in_scope(pipelines: Pipelines) -> Iterator[Scope]:
     """In the block, optimizers have these pipelines instead of their own: trace a step in it."""
     outer = _scope.get()
     found = {id(leaf): pipeline for leaf, pipeline in pipelines}
-    scope = Scope(found) if outer is None else Scope({**outer.pipelines, **found}, outer.applied)
+    with _as_current(
+        Scope(found) if outer is None else Scope({**outer.pipelines, **found}, outer.applied, outer.replacement)
+    ) as scope:
+        yield scope
+
+
+@contextlib.contextmanager
+def replaced_pipelines(replacement: Replacement) -> Iterator[None]:
+    """In the block, every optimizer has another pipeline instead of its own, also one that is not known here."""
+    with _as_current(Scope({}, replacement=replacement)):
+        yield
+
+
+@contextlib.contextmanager
+def _as_current(scope: Scope) -> Iterator[Scope]:
     token = _scope.set(scope)
     try:
         yield scope
@@ -141,7 +162,8 @@ def pipeline_of(optimizer: keras.optimizers.Optimizer) -> GradientPipeline | Non
     scope = _scope.get()
     if scope is not None and id(leaf) in scope.pipelines:
         return scope.pipelines[id(leaf)]
-    return vars(leaf).get("hvdtrain_pipeline")
+    own = vars(leaf).get("hvdtrain_pipeline")
+    return own if own is None or scope is None or scope.replacement is None else scope.replacement(leaf, own)
 
 
 def require_pipeline(optimizer: keras.optimizers.Optimizer) -> GradientPipeline:

@@ -49,6 +49,9 @@ GLOBAL_ATTRIBUTE = ImportedSeam(
 GLOBAL_GENERATOR = ImportedSeam(
     "keras.src.random.seed_generator", "global_seed_generator", "returns the global generator"
 )
+SHUFFLE = ImportedSeam(
+    "keras.src.backend.tensorflow.random", "shuffle", "shuffles alike on all ranks while a step is checked"
+)
 
 # Errors.
 CALL_INFO = "_keras_call_info_injected"

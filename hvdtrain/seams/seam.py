@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.metadata
+from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.errors import UsageError
@@ -72,6 +73,16 @@ class ImportedSeam:
             return getattr(importlib.import_module(self.module), self.name)
         except (ImportError, AttributeError):
             raise unsupported(self.library, f"no {self.module}.{self.name}, which {self.use}") from None
+
+    def replace(self, value: Any) -> Callable[[], None]:
+        """Replaces it in its module; returns what restores it.
+
+        Raises:
+            UsageError: this version of the library has no such name.
+        """
+        before, module = self.value(), importlib.import_module(self.module)
+        setattr(module, self.name, value)
+        return lambda: setattr(module, self.name, before)
 
 
 def unsupported(library: str, lacks: str) -> UsageError:

@@ -20,5 +20,57 @@ MAY_RECORD = ImportedSeam(
     "reports whether a tape records, so that samples are gathered in a training step only",
     library="tensorflow",
 )
+RESOURCE_VARIABLE = ImportedSeam(
+    "tensorflow.python.ops.resource_variable_ops",
+    "BaseResourceVariable",
+    "notes which variables a checked step writes",
+    library="tensorflow",
+)
+WRITES = ("assign", "scatter_", "batch_scatter_")
+"""How the names of the methods begin that write a variable."""
+CONTEXT = ImportedSeam(
+    "tensorflow.python.eager.context", "context", "holds the seed of eager operations", library="tensorflow"
+)
+CONTEXT_SEEDS = ("_seed", "_rng")
+"""Attributes of the context: the seed of eager operations, and what draws one for each of them."""
+SKIP = Seam(
+    "Generator", "_skip_single_var", "gives generators the same state on all ranks for a check", library="tensorflow"
+)
+
+
+def _draws(module: str, *names: str) -> list[ImportedSeam]:
+    use = "draws alike on all ranks while a step is checked"
+    return [ImportedSeam(f"tensorflow.python.ops.{module}", name, use, library="tensorflow") for name in names]
+
+
+DRAWS = [
+    *_draws(
+        "gen_random_ops",
+        *("random_standard_normal", "random_uniform", "random_uniform_int", "truncated_normal"),
+        *("parameterized_truncated_normal", "multinomial", "random_gamma", "random_poisson_v2"),
+    ),
+    *_draws(
+        "gen_stateless_random_ops_v2",
+        *("stateless_random_normal_v2", "stateless_random_uniform_v2", "stateless_random_uniform_int_v2"),
+        *("stateless_random_uniform_full_int_v2", "stateless_truncated_normal_v2", "stateless_random_gamma_v3"),
+    ),
+    *_draws(
+        "gen_stateless_random_ops",
+        *("stateless_multinomial", "stateless_random_binomial", "stateless_random_poisson"),
+        "stateless_parameterized_truncated_normal",
+    ),
+    *_draws("gen_stateful_random_ops", "stateful_random_binomial"),
+]
+"""TensorFlow's random operations."""
+SHUFFLES = [
+    *_draws("gen_random_ops", "random_shuffle"),
+    *_draws("gen_stateless_random_ops_v2", "stateless_shuffle"),
+]
+"""TensorFlow's operations that shuffle rows."""
+DATASET_INPUTS = Seam(
+    "Dataset", "_inputs", "lists what a data set is made of, to find how it is shuffled", library="tensorflow"
+)
+SHUFFLE_SEEDS = ("_seed", "_seed2")
+"""Attributes of a data set that shuffles; 0: no seed."""
 NO_INLINE = {"_noinline": True}
 """Attributes of a function that stays one operation in the graph that calls it."""

@@ -20,6 +20,8 @@ from hvdtrain.system.launcher import Launcher, find_launcher
 _MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 _CYCLE_MS, _CYCLE_ONE_HOST_MS, _CYCLE_ONE_RANK_MS = "0.1", "0.02", "5"
 _FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
+ONLY_CHECK = "HVDTRAIN_ONLY_CHECK"
+"""Set by ``hvdtrain check``: a program ends after the steps that are checked."""
 
 
 def get(name: str) -> str | None:
@@ -30,6 +32,11 @@ def get(name: str) -> str | None:
 def launcher() -> Launcher:
     """The launcher of this process."""
     return find_launcher(os.environ)
+
+
+def only_checks() -> bool:
+    """Whether this program was started by ``hvdtrain check``."""
+    return get(ONLY_CHECK) == "1"
 
 
 def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:

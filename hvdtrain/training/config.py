@@ -19,6 +19,8 @@ class GuardConfig(Config):
 
     on_nan: Literal["stop", "skip", "ignore"] = "stop"
     """After a loss or gradient that is not finite: end the job, skip the step on every rank, or continue."""
+    on_unequal: Literal["stop", "warn", "ignore"] = "stop"
+    """If a step on several ranks is not that of one process: end the job, report it, or do not check."""
     bad_samples: int = 0
     """Number of unreadable samples to tolerate, over all ranks; they are reported and left out."""
     check_every: int = 500

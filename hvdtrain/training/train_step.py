@@ -19,6 +19,7 @@ from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.optim.global_loss import UncompilableLossError, loss_error, require_one_number
+from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.keras_calls import call_weigh_and_mark, finite_losses, run_train_step
 from hvdtrain.optim.pipeline import Pipelines, Scope, in_scope, require_pipelines
 from hvdtrain.training.config import StepConfig
@@ -87,6 +88,8 @@ class TrainStep:
         self._micro_batches_per_step = config.gradient_accumulation_steps
         self.max_steps = config.steps_per_execution
         """The most steps that one call can make."""
+        self.batches = KeptBatch()
+        """Keeps the batch of a step for a check after it."""
         self.returned = ReturnedResults()
         """What the model's ``train_step`` returns."""
         self._snapshot: StepSnapshot | None = None
@@ -404,6 +407,8 @@ class TrainStep:
         return self._times
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
+        if self._collectives.reduces:
+            self.batches.observe(data)
         if self._snapshot is not None:
             self._snapshot.take()
         if self._compiles_update:

@@ -9,6 +9,7 @@ import keras
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
 from hvdtrain.config.fields import as_dict
+from hvdtrain.config.wording import option
 from hvdtrain.data import Data, Source
 from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.data.sample_plan import SamplePlan
@@ -24,6 +25,8 @@ from hvdtrain.training.activations import Activations
 from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
+from hvdtrain.training.equality.model_check import check_of_model
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck
 from hvdtrain.training.evaluator import Evaluator
 from hvdtrain.training.gradient_record import make_record
 from hvdtrain.training.guards import Guards
@@ -152,6 +155,7 @@ class Trainer:
             reporter=reporter,
         )
         self._evaluator = None if data.evaluation is None else self._make_evaluator(data.evaluation)
+        self._check = self._make_check()
         self._first_profiled, self._last_profiled = config.logging.profile_range or (1, 0)
         self._triggers = self._make_triggers()
         self._clock = Clock()
@@ -196,6 +200,7 @@ class Trainer:
             JobError: on every rank: the checkpoint is damaged, or of another run.
             NonFiniteError: a loss or a gradient is not finite, with ``on_nan='stop'``.
             StoppedEarly: the job was asked to stop; all ranks stopped at the same step, and it is saved.
+            UnequalError: a step is not that of one process, with ``on_unequal='stop'``.
             UsageError: it was called before.
         """
         if self._has_begun:
@@ -322,9 +327,14 @@ class Trainer:
         self._job_watch.heartbeat("training", before)
         # Already now: what follows a step is due even if other ranks alone complete it.
         progress.is_between_calls = progress.is_logged = False
+        if self._check is not None:
+            self._check.before_call()
         start_s = time.perf_counter()
         self._strategy.run(max_steps)
         self._clock.calls.append((max(1, progress.step - before), time.perf_counter() - start_s))
+        if self._check is not None:
+            self._train_step.settle()
+            self._check.after_call()
         if self._callbacks.use_train_batches:
             self._train_step.settle()
             progress.is_stopped = self._end_call()
@@ -440,6 +450,18 @@ class Trainer:
             uses_ema=self._shows_ema,
             synchronized=self._strategy.synchronized,
             job_watch=self._job_watch,
+        )
+
+    def _make_check(self) -> ScheduledCheck | None:
+        if self.config.mode != "sync" or self.config.stragglers.is_active:
+            return None
+        return check_of_model(
+            self.model,
+            self._train_step.batches,
+            self._collectives,
+            on_unequal=self.config.guards.on_unequal,
+            how_to_continue=f"set {option('on_unequal', 'warn')}",
+            report=lambda text: self._reporter.warned(self.step, text),
         )
 
     def _make_triggers(self) -> Triggers:

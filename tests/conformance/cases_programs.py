@@ -92,10 +92,10 @@ def weights(model):
 
 
 def parameters():
-    """Every program in every way; CI runs each program in one of them, and refusals in all."""
+    """Every program in every way; CI runs every second program in one of them."""
     for number, program in enumerate(PROGRAMS):
         for way in WAYS:
-            often = program.__name__ in REFUSED_AS_TASK or way == list(WAYS)[number % len(WAYS)]
+            often = number % 2 == 0 and way == list(WAYS)[number // 2 % len(WAYS)]
             yield pytest.param(program, way, id=f"{program.__name__}-{way}", marks=[] if often else pytest.mark.long)
 
 

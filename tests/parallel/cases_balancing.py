@@ -98,7 +98,14 @@ def assert_equals_one_process(model, **options) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 3}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 2},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"steps_per_execution": 3}, marks=pytest.mark.long),
+    ],
+)
 def test_a_slow_rank_gets_fewer_samples_and_the_updates_are_those_of_one_process(options):
     pause = pause_of_first_rank()
     accumulation = options.get("gradient_accumulation_steps", 1)
@@ -137,7 +144,7 @@ def test_a_changed_speed_is_followed_within_two_intervals():
     assert_equals_one_process(model, even=True)
 
 
-@pytest.mark.parametrize("source", [Arrays, Stream])
+@pytest.mark.parametrize("source", [Arrays, pytest.param(Stream, marks=pytest.mark.long)])
 def test_fixed_shares(source):
     model = make_model(100 + RANK)
     shares = [1, *[3] * (SIZE - 1)]

@@ -99,8 +99,17 @@ def shipped_optimizers() -> list[str]:
     )
 
 
+OFTEN = ("Adam", "AdamW", "Muon", "SGD")
+
+
 # On more ranks only some: what all optimizers share.
-@pytest.mark.parametrize("name", shipped_optimizers() if SIZE <= 2 else ["Adam", "SGD"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in OFTEN else pytest.param(name, marks=pytest.mark.long)
+        for name in (shipped_optimizers() if SIZE <= 2 else ["Adam", "SGD"])
+    ],
+)
 def test_every_shipped_optimizer_in_fit(name):
     """Each rank trains on its own samples; without averaging the replicas would diverge after one step."""
     x, y = samples(64, seed=RANK)
@@ -388,7 +397,7 @@ def mean_cross_entropy(labels, logits):
     return keras.ops.mean(keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True))
 
 
-@pytest.mark.parametrize("quorum", [0, SIZE])
+@pytest.mark.parametrize("quorum", [0, pytest.param(SIZE, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("make_loss", "message"),
     [

@@ -73,7 +73,12 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+OFTEN = ("regularizer", "global norm", "EMA, accumulation", "BatchNormalization, ten steps per execution")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in TABLE]
+)
 def test_equals_one_process(name):
     make_model, make_optimizer, options, training = TABLE[name]
     training = dict(training)
@@ -101,7 +106,7 @@ def test_a_dataset_equals_one_process():
     assert relative_difference(values(ours.weights), theirs) < 1e-5
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_mixed_precision_keeps_replicas_equal(policy):
     with dtype_policy(policy):
         model, _ = trained(tanh_model, keras.optimizers.SGD(0.1))

@@ -158,7 +158,7 @@ class Recorder(Reporter):
 @pytest.mark.parametrize(
     ("options", "stop_step"),
     [
-        ({"log_every": 2}, 2 * STEPS_PER_EPOCH),
+        pytest.param({"log_every": 2}, 2 * STEPS_PER_EPOCH, marks=pytest.mark.long),
         ({"eval_every": 3, "steps_per_execution": 2, "checkpoint_every": 3, "log_every": 2}, 6),
     ],
 )

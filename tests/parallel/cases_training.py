@@ -89,7 +89,10 @@ def difference_from_one_process(
 LAYOUTS = [("momentum", 1, 1), ("adam", 1, 1), ("adamw_clip", 1, 1), ("momentum", 2, 1), ("momentum", 1, 7)]
 
 
-@pytest.mark.parametrize(("name", "gradient_accumulation_steps", "steps_per_execution"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "gradient_accumulation_steps", "steps_per_execution"),
+    [LAYOUTS[-1], *(pytest.param(*layout, marks=pytest.mark.long) for layout in LAYOUTS[:-1])],
+)
 def test_equals_one_process(name, gradient_accumulation_steps, steps_per_execution):
     difference = difference_from_one_process(
         smooth_model,

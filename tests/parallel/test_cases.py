@@ -13,7 +13,7 @@ JOBS = {
     ("training", 2): 41,
     ("faults+few_bits", 2): 30,
     ("callbacks+metrics", 2): 50,
-    ("fit", 2): 33,
+    ("fit+equality", 2): 33,
     ("resume", 2): 12,
     ("local_sgd", 2): 26,
     ("subsets", 4): 13,
@@ -24,7 +24,7 @@ JOBS = {
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
 LONG_JOBS |= {("sharded_optimizer", 2): 43, ("compression+sharded_optimizer", 4): 68}
 LONG_JOBS |= {("options", 1): 22, ("optimizer+balancing", 4): 44, ("numerics+large_messages", 2): 40, ("quorum", 2): 22}
-LONG_JOBS |= {("fit", 4): 45, ("local_sgd", 4): 30, ("numerics+large_messages", 4): 36, ("resume", 4): 15}
+LONG_JOBS |= {("fit+equality", 4): 45, ("local_sgd", 4): 30, ("numerics+large_messages", 4): 36, ("resume", 4): 15}
 
 
 @pytest.mark.parametrize(("name", "ranks"), JOBS)

@@ -169,6 +169,7 @@ def test_stop_signals(to, launcher, number, uninterrupted, tmp_path):
         resumes(run_dir, uninterrupted, resumed_from=step)
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_the_job_at_once(uninterrupted, tmp_path):
     """It arrives during the save that the first signal caused; the previous checkpoint stays intact."""
     run_dir = tmp_path / "run"
@@ -363,6 +364,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.long
 def test_unsuitable_folders(tmp_path):
     """Complete, of other options, foreign or from a newer version: the job says which, and the folder is untouched."""
     run_dir = tmp_path / "run"
@@ -407,6 +409,7 @@ def make_newer(checkpoint: Path) -> None:
     (checkpoint / "SHA256SUMS").write_text(sums)
 
 
+@pytest.mark.long
 def test_a_changed_weight(tmp_path):
     """Ranks whose weights differ are detected at the next check, which names the variable."""
     job, _ = start(tmp_path / "run", "weight", more=["--check-every", "10"])

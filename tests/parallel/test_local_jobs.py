@@ -19,6 +19,7 @@ def summary_of(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
+@pytest.mark.long
 def test_a_killed_rank_and_resuming(tmp_path):
     """Killed within a round, with a pending average; the last checkpoint is also from within a round."""
     uninterrupted = run_job([*TRAIN, *flags(tmp_path / "uninterrupted", *OVERLAP)], ranks=2, timeout_s=90)
@@ -35,6 +36,7 @@ def test_a_killed_rank_and_resuming(tmp_path):
         assert one[name] == other[name], name
 
 
+@pytest.mark.long
 def test_a_non_finite_loss_on_one_rank_ends_the_job(tmp_path):
     job, mark = start(tmp_path / "run", "nan", variable=-1, more=OVERLAP)
     done = ended_in_time(job, mark)

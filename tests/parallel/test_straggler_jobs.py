@@ -93,7 +93,8 @@ def balanced(tmp_path_factory) -> dict:
     return balanced_run(tmp_path_factory.mktemp("balanced") / "run")
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", LONG("SIGTERM")])
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGTERM"])
 def test_a_balanced_run_resumes_bit_identically_if_speeds_are_the_same(fault, balanced, tmp_path):
     """It resumes with the division of samples that its checkpoint has: with another one, rounding differs."""
     run_dir = tmp_path / "run"

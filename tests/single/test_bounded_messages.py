@@ -9,7 +9,7 @@ from hvdtrain.distributed import bounded_messages
 SHAPES = [(7,), (100,), (4099,), (64, 48), (3, 5, 7), (33, 31), (2, 4096), (1, 1)]
 
 
-@pytest.fixture(params=[64, 256, 4096])
+@pytest.fixture(params=[pytest.param(64, marks=pytest.mark.long), 256, 4096])
 def piece_bytes(request, monkeypatch):
     monkeypatch.setattr(bounded_messages, "PIECE_BYTES", request.param)
     return request.param

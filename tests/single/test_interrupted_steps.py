@@ -190,7 +190,10 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if number % 2 == 0 else pytest.param(case, marks=pytest.mark.long) for number, case in enumerate(CASES)],
+)
 def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
     make_optimizer, options = CASES[case]
     uninterrupted = runner(make_optimizer, **options)

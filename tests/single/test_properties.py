@@ -205,6 +205,7 @@ def require_equal(batch, gradients, expected):
         assert np.max(np.abs(total - whole)) <= TOLERANCE * max(np.max(np.abs(each)) for each in (whole, *parts))
 
 
+@pytest.mark.slow
 @given(batch=batches(is_even=True))
 @settings(PROPERTY, max_examples=40)
 def test_model_fit(batch):

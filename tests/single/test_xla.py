@@ -120,7 +120,7 @@ def values_of(model):
     return {variable.path: np.array(variable) for variable in variables}
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("steps_per_execution", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_nothing_is_updated_from_a_bad_step_on(steps_per_execution):
     options = {"epochs": None, "jit_compile": True, "steps_per_execution": steps_per_execution}
     good, _ = trained(make_model(more=[BadAtStep(3)]), steps=2, **options)
@@ -153,6 +153,7 @@ def test_a_skipped_step_leaves_no_trace_in_statistics():
     assert all(np.isfinite(each.numpy()).all() for each in statistics)
 
 
+@pytest.mark.slow
 def test_large_sparse_gradients_are_updated_without_xla(monkeypatch):
     expected, _ = trained(make_model(), jit_compile=True)
     monkeypatch.setattr(bounded_messages, "PIECE_BYTES", 50)
@@ -190,6 +191,7 @@ def test_what_cannot_be_divided(options, message):
     trained(make_model(**options), jit_compile=False)
 
 
+@pytest.mark.slow
 def test_a_train_step_that_applies_twice_is_compiled_as_a_whole():
     plain, _ = trained(make_model(model_class=AppliesTwice), jit_compile=False)
     ours, _ = trained(make_model(model_class=AppliesTwice), jit_compile=True)

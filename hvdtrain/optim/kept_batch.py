@@ -1,0 +1,43 @@
+"""Keeps the batch of a step, for a check after it."""
+
+from typing import Any
+
+import tensorflow as tf
+
+
+class KeptBatch:
+    """Keeps the first batch that a step receives after :meth:`want`."""
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU"):
+            self._is_wanted = tf.Variable(False, trainable=False)
+        self._batch: Any = None
+
+    def want(self) -> None:
+        """Before a call of compiled steps: keep a batch."""
+        self._batch = None
+        self._is_wanted.assign(True)
+
+    def take(self) -> Any:
+        """After the call: the batch; None if no step was made."""
+        self._is_wanted.assign(False)
+        batch, self._batch = self._batch, None
+        return batch
+
+    def observe(self, data: Any) -> None:
+        """In a step, at its begin."""
+        flat = tf.nest.flatten(data, expand_composites=True)
+        tensors = [tf.convert_to_tensor(each) for each in flat if each is not None]
+
+        def keep(*values: tf.Tensor) -> bool:
+            remaining = iter(values)
+            if self._batch is None:
+                kept = [None if each is None else next(remaining) for each in flat]
+                self._batch = tf.nest.pack_sequence_as(data, kept, expand_composites=True)
+            return True
+
+        tf.cond(
+            self._is_wanted.read_value(),
+            lambda: tf.py_function(keep, tensors, tf.bool),
+            lambda: tf.constant(False),
+        )

@@ -1,0 +1,46 @@
+"""The checks of a model's own ``train_step``."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.runtime import OnUnequal
+from hvdtrain.optim.kept_batch import KeptBatch
+from hvdtrain.optim.keras_calls import run_train_step
+from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck
+from hvdtrain.training.equality.step_check import StepCheck
+
+
+def check_of_model(
+    model: keras.Model,
+    batches: KeptBatch,
+    collectives: Collectives,
+    *,
+    on_unequal: OnUnequal,
+    how_to_continue: str,
+    report: Callable[[str], None],
+) -> ScheduledCheck | None:
+    """The checks of a model's steps; None if its steps are not meant to be those of one process, or on one rank.
+
+    Args:
+        batches: keeps the batches of its steps.
+        how_to_continue: what a user can do who wants to train nevertheless.
+        report: receives, on rank 0, what users should know.
+    """
+    pipelines = pipelines_of(model)
+    is_exact = bool(pipelines) and all(
+        pipeline.reduce.config.is_linear and not pipeline.reduce.local_variables() for _, pipeline in pipelines
+    )
+    if on_unequal == "ignore" or collectives.size == 1 or collectives.may_change or not is_exact:
+        return None
+
+    def step(data: Any) -> Any:
+        return run_train_step(model, model.train_step, data)
+
+    check = StepCheck(step, model, collectives)
+    return ScheduledCheck(
+        check, batches, collectives, on_unequal=on_unequal, how_to_continue=how_to_continue, report=report
+    )

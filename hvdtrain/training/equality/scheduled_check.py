@@ -1,0 +1,122 @@
+"""When steps are checked: after the first one, and again at growing distances, for differences that appear late."""
+
+import time
+from collections.abc import Callable
+
+from hvdtrain.data import sharded_order
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.runtime import OnUnequal
+from hvdtrain.errors import UnequalError
+from hvdtrain.optim.kept_batch import KeptBatch
+from hvdtrain.system import environment
+from hvdtrain.training.equality.step_check import Finding, StepCheck
+
+_OTHER_ORDER = (
+    "data must be in the same order on all ranks when it is sharded. Received: different orders, so that some samples "
+    "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle what "
+    "hvdtrain.shard returns"
+)
+_MAX_SHARE_OF_TIME = 0.005
+_NUM_ONLY_CHECKED = 3
+"""Steps that ``hvdtrain check`` compares."""
+# Earlier ones would find what the first has found.
+_FIRST_REPETITION = 16
+
+
+class ScheduledCheck:
+    """Checks steps between calls of a compiled training step.
+
+    Args:
+        batches: keeps a batch of the step.
+        on_unequal: what to do if the step is not that of one process.
+        how_to_continue: what a user can do who wants to train nevertheless.
+        report: receives, on rank 0, what users should know.
+    """
+
+    def __init__(
+        self,
+        check: StepCheck,
+        batches: KeptBatch,
+        collectives: Collectives,
+        *,
+        on_unequal: OnUnequal,
+        how_to_continue: str,
+        report: Callable[[str], None],
+    ):
+        self._check = check
+        self._batches = batches
+        self._collectives = collectives
+        self._on_unequal = on_unequal
+        self._how_to_continue = how_to_continue
+        self._report = report
+        self._num_calls = 0
+        self._is_due = False
+        self._is_over = False
+        self._last_check_s = 0.0
+        self._last_check_took_s = 0.0
+        self._num_checks = 0
+
+    def before_call(self) -> None:
+        """Before a call; all ranks must make it."""
+        self._num_calls += 1
+        self._is_due = not self._is_over and self._may_check()
+        if self._is_due:
+            self._batches.want()
+
+    def _may_check(self) -> bool:
+        if self._num_calls == 1 or environment.only_checks():
+            return True
+        is_power_of_two = self._num_calls & (self._num_calls - 1) == 0
+        if self._num_calls < _FIRST_REPETITION or not is_power_of_two:
+            return False
+        trained_s = time.monotonic() - self._last_check_s
+        return bool(self._collectives.allgather(self._last_check_took_s <= _MAX_SHARE_OF_TIME * trained_s)[0])
+
+    def after_call(self) -> None:
+        """After a call; all ranks must make it.
+
+        Raises:
+            UnequalError: on every rank: the step is not that of one process, with ``on_unequal="stop"``.
+        """
+        if not self._is_due:
+            return
+        begin_s = time.monotonic()
+        batch = self._batches.take()
+        finding = self._compare_orders() or self._check.run(batch)
+        self._num_checks += 1
+        self._last_check_s = time.monotonic()
+        self._last_check_took_s = self._last_check_s - begin_s
+        self._act(finding)
+
+    def _compare_orders(self) -> Finding | None:
+        """At the first check: whether ranks have sharded the same data in the same order."""
+        if self._num_calls > 1:
+            return None
+        everyone = self._collectives.allgather(sharded_order.noted())
+        if len({len(each) for each in everyone}) > 1 or all(each == everyone[0] for each in everyone):
+            return None  # A rank may shard data of its own.
+        return Finding({}, unequal=_OTHER_ORDER)
+
+    def _act(self, finding: Finding) -> None:
+        if finding.unchecked is not None:
+            self._is_over = True
+            self._tell(f"the training step cannot be compared with that of one process: {finding.unchecked}")
+        if environment.only_checks():
+            self._end_after_checks(finding)
+        if finding.unequal is None:
+            return
+        text = f"{finding.unequal}. To continue nevertheless, {self._how_to_continue}."
+        if self._on_unequal == "stop":
+            raise UnequalError(text)
+        self._is_over = True
+        self._tell(text)
+
+    def _end_after_checks(self, finding: Finding) -> None:
+        if finding.unequal is None and finding.unchecked is None:
+            self._tell(f"step {self._num_calls} is that of one process. Compared: {finding.summary}")
+        if finding.unchecked is not None or (finding.unequal is None and self._num_checks == _NUM_ONLY_CHECKED):
+            raise SystemExit(0 if finding.unchecked is None else UnequalError.exit_code)
+
+    def _tell(self, text: str) -> None:
+        if self._collectives.rank == 0:
+            self._report(text)

@@ -1,0 +1,199 @@
+"""The check of a program's step: made by all ranks, and by one process with the samples of all of them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.replica_consistency import differing, share
+from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.training.equality.comparison import Comparison, Deviation
+from hvdtrain.training.equality.draws import Draws
+from hvdtrain.training.equality.places import first_place, noted_places
+from hvdtrain.training.equality.samples import Samples, gather_samples
+from hvdtrain.training.equality.updates import Update
+from hvdtrain.training.equality.ways import CheckedStep, Outcome
+from hvdtrain.training.equality.written_variables import WrittenVariables
+
+_SAME_SAMPLES = (
+    "ranks must train on different samples. Received: the same batch on every rank. Pass the data through "
+    "hvdtrain.shard, or let each rank draw its own samples"
+)
+_NUM_PERTURBED = 2
+# The rounding of a few steps does not show the largest that may occur.
+_SAFETY = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check has found; the same on all ranks."""
+
+    compared: dict[str, int]
+    """How many gradients, variables and values were compared."""
+    largest: float = 0.0
+    """The largest difference of a gradient, relative to it."""
+    unequal: str | None = None
+    """Rule, what was received, and the remedy; None if the steps are equal."""
+    unchecked: str | None = None
+    """Why the step could not be checked; None if it was."""
+
+    @property
+    def summary(self) -> str:
+        """What was compared, in words."""
+        names = ("gradient", "gradients"), ("variable", "variables"), ("value", "values")
+        counts = ", ".join(f"{self.compared[one]} {one if self.compared[one] == 1 else many}" for one, many in names)
+        return f"{counts}; the gradients differ by at most {self.largest:.1g} of their norms"
+
+
+class StepCheck:
+    """Checks a step, and leaves no trace of it: variables and generators of random numbers are put back.
+
+    Args:
+        step: receives the samples, and makes a step of the model.
+        model: what it trains.
+        collectives: the ranks that make steps together.
+    """
+
+    def __init__(self, step: Callable[[Any], Any], model: keras.Model, collectives: Collectives):
+        self._model = model
+        self._collectives = collectives
+        self._step = CheckedStep(step, model, collectives)
+        self._num_checks = 0
+
+    def run(self, batch: Any) -> Finding:
+        """Checks the step with a part of each rank's batch. All ranks must call it."""
+        samples = gather_samples(batch, self._collectives)
+        if samples is None:
+            return Finding({}, unchecked="a rank has no samples")
+        if samples.are_the_same:
+            return Finding({}, unequal=_SAME_SAMPLES)
+        self._num_checks += 1
+        draws = Draws(samples.rows, seed=1000 * self._num_checks)
+        with self._equal_statistics():
+            try:
+                whole = self._step.of_one_process(samples.whole, draws.kept, _as_it_is)
+                problem = None
+            except Exception as error:  # A program may refuse a batch of another size.
+                whole, problem = (
+                    Outcome(),
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                )
+            everyone = self._collectives.allgather((problem, draws.digest()))
+            problems = [each for each, _ in everyone if each is not None]
+            if problems:
+                return Finding({}, unchecked=f"one process cannot make its step: {problems[0]}")
+            if any(digest != everyone[0][1] for _, digest in everyone):
+                return Finding({}, unchecked="it draws random numbers that do not depend on a seed")
+            if not whole.updates:
+                return Finding({}, unchecked="it makes no update")
+            return self._compare(samples, draws, whole)
+
+    def _compare(self, samples: Samples, draws: Draws, whole: Outcome) -> Finding:
+        comparison = Comparison(whole, self._step.epsilon)
+        comparison.begin()
+        outcome = self._step.of_all_ranks(samples.part, draws.repeated, comparison.apply)
+        deviations = comparison.deviations(outcome)
+        suspects = [each for each in deviations if not each.size <= each.rounding]
+        found, problem = None, None
+        if suspects:
+            found, problem = self._without_rounding(samples, draws, comparison, suspects)
+        everyone = self._collectives.allgather((found, problem))
+        compared = {kind: sum(each.kind == kind for each in deviations) for kind in ("gradient", "variable", "value")}
+        largest = max((each.relative for each in deviations if each.kind == "gradient" and each.scale), default=0.0)
+        problems = [each for _, each in everyone if each is not None]
+        first = next((each for each, _ in everyone if each is not None), None)
+        if problems:
+            return Finding(compared, largest, unchecked=problems[0])
+        if first is None:
+            return Finding(compared, largest)
+        return Finding(compared, largest, unequal=self._explain(samples, draws, comparison, first))
+
+    def _without_rounding(
+        self, samples: Samples, draws: Draws, comparison: Comparison, suspects: list[Deviation]
+    ) -> tuple[Deviation | None, str | None]:
+        """The first deviation that rounding does not explain, or why there is none to be found."""
+        rounding: dict[tuple[str, str], float] = {}
+        for units in range(_NUM_PERTURBED + 1):
+            comparison.begin()
+            again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, perturb=float(units))
+            for each in comparison.deviations(again):
+                if units == 0 and not each.size <= each.rounding and not np.isnan(each.size):
+                    return None, f"two equal steps of one process differ, in {_text(each)}"
+                key = each.kind, each.name
+                rounding[key] = max(rounding.get(key, 0.0), each.size)
+        for each in suspects:
+            explained = each.rounding + _SAFETY * rounding.get((each.kind, each.name), 0.0)
+            if np.isnan(each.size) or not np.isfinite(each.scale):
+                continue  # Not a number in both: the guards of training report it.
+            if each.size > explained:
+                return each, None
+        return None, None
+
+    def _explain(self, samples: Samples, draws: Draws, comparison: Comparison, found: Deviation) -> str:
+        place = None
+        if found.kind in ("gradient", "updates", "variable"):
+            with noted_places() as of_whole:
+                self._step.of_one_process(samples.whole, draws.repeated, _as_it_is)
+            comparison.begin()
+            with noted_places() as of_part:
+                self._step.of_all_ranks(samples.part, draws.repeated, comparison.apply)
+            sums = any(pipeline.reduce.config.op == "sum" for _, pipeline in pipelines_of(self._model))
+            tolerance = float(np.sqrt(self._step.epsilon))
+            place = first_place(of_whole, of_part, samples.rows, self._collectives, tolerance=tolerance, sums=sums)
+        return f"{place or _rule(found)}. In all, {_text(found)} differs from that of one process by {_size(found)}"
+
+    @contextlib.contextmanager
+    def _equal_statistics(self) -> Iterator[None]:
+        """In the block, all ranks have the same statistics, as one process has."""
+        statistics = self._model.non_trainable_weights
+        split = differing(statistics, self._collectives)
+        written = WrittenVariables()
+        try:
+            with written.noted():
+                share([v for v in statistics if keras.backend.is_float_dtype(v.dtype)], self._collectives)
+                others = [v for v in statistics if id(v) in split and not keras.backend.is_float_dtype(v.dtype)]
+                first = self._collectives.allgather([v.numpy() for v in others])[0] if others else []
+                for variable, value in zip(others, first, strict=True):
+                    variable.assign(value)
+            yield
+        finally:
+            written.restore()
+
+
+def _as_it_is(leaf: Any, update: Update) -> Any:
+    return update.gradients
+
+
+def _rule(found: Deviation) -> str:
+    if found.kind == "value":
+        return (
+            f"a metric must be a sum over samples, or a ratio of such sums. Received: {found.name!r}, which is not. "
+            "Write it as sums, or compute it in a callback"
+        )
+    if found.kind == "variable":
+        return (
+            f"a step must update its variables as one process does. Received: {_text(found)}, which is updated "
+            "otherwise. Update it from gathered samples (hvdtrain.gather), or from reduced gradients"
+        )
+    return (
+        f"gradients must be averaged over ranks before anything else uses them. Received: {_text(found)}, which was "
+        "changed between tape and update. Average it before by hvdtrain.average"
+    )
+
+
+def _text(found: Deviation) -> str:
+    name = found.name.split(" ", 1)[-1]
+    return {
+        "updates": found.name,
+        "gradient": f"the gradient of {name!r}",
+        "variable": f"variable {name!r}",
+        "value": f"the value of {found.name!r}",
+    }[found.kind]
+
+
+def _size(found: Deviation) -> str:
+    return f"{found.relative:.2g} of it" if np.isfinite(found.relative) else "all of it"

@@ -1,0 +1,44 @@
+"""``hvdtrain.verify``: checks a step of a training loop of one's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import require_keras_model
+from hvdtrain.errors import UnequalError
+from hvdtrain.training.equality.step_check import Finding, StepCheck
+
+
+def verify(
+    step: Callable[[Any], Any], batch: Any, model: keras.Model, *, collectives: Collectives | None = None
+) -> Finding:
+    """Checks that a step on all ranks is that of one process: for training loops of one's own.
+
+    The ranks make the step together, each with a part of its batch, and then one process makes it with all parts.
+    Gradients, variables, metrics and returned values are compared. Then everything is put back: it is as if no step
+    was made. Call it once, before the loop or in it; ``model.fit`` and ``hvdtrain.Trainer`` check by themselves.
+
+    Args:
+        step: makes a training step of a batch. It may be a ``tf.function``; here it runs eagerly. What it returns is
+            compared if it is a dictionary of numbers, such as losses that are means over samples.
+        batch: this rank's samples: a tensor, or a structure of tensors with a sample in each row.
+        model: what the step trains, with its optimizers built.
+        collectives: the ranks that train together (default: those of ``hvdtrain.init()``).
+
+    Returns:
+        What was compared; on one rank nothing.
+
+    Raises:
+        UnequalError: on every rank: the step is not that of one process; the message says where.
+    """
+    require_keras_model(model)
+    collectives = collectives or runtime.current().collectives
+    if collectives.size == 1:
+        return Finding({}, unchecked="there is one rank")
+    finding = StepCheck(step, model, collectives).run(batch)
+    if finding.unequal is not None:
+        raise UnequalError(f"{finding.unequal}.")
+    return finding

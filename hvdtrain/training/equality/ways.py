@@ -1,0 +1,280 @@
+"""A step of a user's program, made by all ranks and by one process, each from the same state."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.distributed.alone import alone
+from hvdtrain.distributed.batch_norm import moments_over_ranks
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.replica_consistency import differing
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.optim.epoch_steps import EpochSteps
+from hvdtrain.optim.method_replacement import replace_method
+from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, replaced_pipelines
+from hvdtrain.optim.step_reduction import StepReduction
+from hvdtrain.seams import keras_internals
+from hvdtrain.training.equality.updates import ChooseGradients, Update
+from hvdtrain.training.equality.written_variables import WrittenVariables
+from hvdtrain.training.metrics import results_of, sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What a step has made of a variable."""
+
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a step has done."""
+
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    changes: dict[str, Change] = dataclasses.field(default_factory=dict)
+    """By the path of the variable: those of the model and its optimizers, without metrics."""
+    values: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Metrics, and other values that the step returns, over all samples."""
+
+
+Draw = Callable[[WrittenVariables], contextlib.AbstractContextManager[None]]
+
+
+class CheckedStep:
+    """A step that can be made in two ways, and leaves no trace.
+
+    Args:
+        step: a ``train_step``: receives the samples, updates variables, and may return values by name.
+        model: what it trains.
+        collectives: the ranks that make steps together.
+    """
+
+    def __init__(self, step: Callable[[Any], Any], model: keras.Model, collectives: Collectives):
+        self._step = step
+        self._model = model
+        self._collectives = collectives
+        self._reducers: dict[int, GradientReducer] = {}
+
+    def of_one_process(self, batch: Any, draw: Draw, choose: ChooseGradients, *, perturb: float = 0.0) -> Outcome:
+        """Makes the step as one process does.
+
+        Args:
+            batch: the whole batch.
+            choose: as for :data:`~hvdtrain.training.equality.updates.ChooseGradients`.
+            perturb: by how many units in the last place weights are changed before, at random, to measure rounding.
+        """
+        one = SingleProcessCollectives()
+
+        def reduction(leaf: Any, own: StepReduction) -> StepReduction:
+            config = _exact(own.config)
+            return StepReduction(config=config, collectives=one, reducer=one.gradient_reducer(config))
+
+        with alone():
+            return self._make(batch, draw, choose, one, reduction, perturb)
+
+    def of_all_ranks(self, batch: Any, draw: Draw, choose: ChooseGradients) -> Outcome:
+        """Makes the step together with the other ranks, which must all call it.
+
+        Args:
+            batch: this rank's samples.
+            choose: as for :meth:`of_one_process`.
+        """
+        ranks = self._collectives
+
+        def reduction(leaf: Any, own: StepReduction) -> StepReduction:
+            config = _exact(own.config)
+            if id(leaf) not in self._reducers:
+                self._reducers[id(leaf)] = ranks.gradient_reducer(config)
+            reducer = self._reducers[id(leaf)]
+            return StepReduction(config=config, collectives=ranks, reducer=reducer, local_variables=own.local_variables)
+
+        return self._make(batch, draw, choose, ranks, reduction, 0.0)
+
+    @property
+    def epsilon(self) -> float:
+        """The rounding of one operation, of the coarsest dtype that the model computes in."""
+        layers = keras_internals.FLATTEN_LAYERS.of(self._model)()
+        found = {layer.compute_dtype for layer in layers} | {v.dtype for v in self._model.trainable_variables}
+        return max(
+            (_epsilon(each) for each in found if keras.backend.is_float_dtype(each)), default=_epsilon("float32")
+        )
+
+    def _make(
+        self,
+        batch: Any,
+        draw: Draw,
+        choose: ChooseGradients,
+        ranks: Collectives,
+        reduction: Callable[[Any, StepReduction], StepReduction],
+        perturb: float,
+    ) -> Outcome:
+        written, outcome = WrittenVariables(), Outcome()
+
+        def apply(leaf: Any, gradients: Sequence[Gradient], variables: Sequence[keras.Variable]) -> Sequence[Gradient]:
+            update = Update(list(variables), list(gradients))
+            outcome.updates.append(update)
+            chosen = choose(leaf, update)
+            for variable in (*variables, *leaf.variables):
+                written.note(variable.value)
+            return chosen
+
+        def replacement(leaf: Any, own: GradientPipeline) -> GradientPipeline:
+            is_sharded = own.reduce.sharded is not None
+
+            def update(gradients: Sequence[Gradient], variables: Sequence[keras.Variable], rate: Any) -> None:
+                chosen = apply(leaf, gradients, variables)
+                if not is_sharded:
+                    own.update(chosen, variables, rate)
+
+            replaced = dataclasses.replace(
+                own,
+                weigh=lambda loss: loss,
+                mark=lambda gradients, was_weighed: gradients,
+                divert=None,
+                start=None,
+                reduce=reduction(leaf, own.reduce),
+                check=NoCheck(),
+                update=update,
+                steps=EpochSteps(ranks),
+            )
+            if is_sharded:  # Each rank has a part of the state: the gradients are compared.
+                clip = getattr(keras.optimizers.Optimizer, keras_internals.CLIP.name)
+                return dataclasses.replace(
+                    replaced,
+                    clip=lambda gradients: clip(leaf, gradients),
+                    decay=lambda variables: None,
+                    average=lambda variables: None,
+                )
+            return replaced
+
+        try:
+            with (
+                written.noted(),
+                draw(written),
+                _eager_functions(),
+                replaced_pipelines(replacement),
+                _plain_updates(apply),
+                self._batch_normalization(ranks),
+            ):
+                if perturb:
+                    self._perturb_weights(perturb)
+                self._model.reset_metrics()
+                returned: Any = None
+                for _ in range(self._steps_per_update):
+                    returned = self._step(batch)
+                outcome.values = self._values(ranks, returned)
+            outcome.changes = self._changes(written, ranks)
+        finally:
+            written.restore()
+        return outcome
+
+    @property
+    def _steps_per_update(self) -> int:
+        return max((leaf.gradient_accumulation_steps or 1 for leaf in leaves_of(self._model)), default=1)
+
+    def _perturb_weights(self, units: float) -> None:
+        generator = np.random.RandomState(0)
+        for variable in self._model.trainable_variables:
+            if keras.backend.is_float_dtype(variable.dtype):
+                own = variable.numpy()
+                noise = 1 + units * _epsilon(variable.dtype) * generator.choice([-1.0, 1.0], own.shape)
+                variable.assign((own.astype(np.float64) * noise).astype(own.dtype))
+
+    def _values(self, ranks: Collectives, returned: Any) -> dict[str, np.ndarray]:
+        values = results_of(self._model, ranks.sum(sums(self._model)))
+        numbers = {
+            name: np.asarray(each, np.float64)
+            for name, each in (returned.items() if isinstance(returned, Mapping) else ())
+            if name not in values and np.ndim(each) == 0
+        }
+        totals = ranks.sum(list(numbers.values()))
+        means = {name: total / ranks.size for name, total in zip(numbers, totals, strict=True)}
+        return {name: np.asarray(each) for name, each in {**values, **means}.items()}
+
+    def _changes(self, written: WrittenVariables, ranks: Collectives) -> dict[str, Change]:
+        found = {id(each.variable): each for each in written.found}
+        statistics = [v for v in self._model.non_trainable_weights if id(v.value) in found]
+        replicated = [*self._model.trainable_weights, *optimizer_variables(self._model)]
+        changes = {
+            f"{i} {v.path}": Change(_host(found[id(v.value)].before), _host(v.value))
+            for i, v in enumerate(replicated)
+            if id(v.value) in found
+        }
+        split = differing(statistics, ranks)
+        for i, variable in enumerate(statistics):
+            if variable.aggregation == "only_first_replica":
+                continue
+            before, after = _host(found[id(variable.value)].before), _host(variable.value)
+            if id(variable) in split:
+                (total,) = ranks.sum([np.asarray(after, np.float64) - before])
+                counts = variable.aggregation == "sum" or not keras.backend.is_float_dtype(variable.dtype)
+                after = before + (total if counts else total / ranks.size)
+            changes[f"{i} {variable.path}"] = Change(before, after)
+        return changes
+
+    @contextlib.contextmanager
+    def _batch_normalization(self, ranks: Collectives) -> Iterator[None]:
+        """In the block, batches are normalized over the samples of all of these ranks."""
+        layers = [
+            layer
+            for layer in keras_internals.FLATTEN_LAYERS.of(self._model)()
+            if isinstance(layer, keras.layers.BatchNormalization)
+        ]
+        with contextlib.ExitStack() as stack:
+            for i, layer in enumerate(layers):
+                own = getattr(type(layer), keras_internals.MOMENTS.name).__get__(layer)
+                over_ranks = moments_over_ranks(
+                    layer, f"hvdtrain_checked_batchnorm_{i}", ranks, lambda: None, lambda: None
+                )
+                moments = over_ranks if ranks.reduces else own
+                stack.callback(replace_method(layer, keras_internals.MOMENTS.name, moments))
+            yield
+
+
+@contextlib.contextmanager
+def _plain_updates(
+    apply: Callable[[Any, Sequence[Gradient], Sequence[keras.Variable]], Sequence[Gradient]],
+) -> Iterator[None]:
+    """In the block, optimizers that are not distributed, as those of a tape, call a function before each update."""
+    own = keras_internals.UPDATE.of(keras.optimizers.Optimizer)
+
+    def update(optimizer: Any, gradients: Any, variables: Any, rate: Any) -> None:
+        own(optimizer, apply(optimizer, gradients, variables), variables, rate)
+
+    restore = replace_method(keras.optimizers.Optimizer, keras_internals.UPDATE.name, update)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def _eager_functions() -> Iterator[None]:
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def _exact(config: ReductionConfig) -> ReductionConfig:
+    return ReductionConfig(op=config.op, sparse_as_dense=config.sparse_as_dense)
+
+
+def _host(tensor: Any) -> np.ndarray:
+    array = np.asarray(tensor)
+    return array if np.issubdtype(array.dtype, np.number) and array.dtype != np.float16 else array.astype(np.float32)
+
+
+def _epsilon(dtype: str) -> float:
+    return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10}.get(dtype, 2.0**-7)

@@ -1,0 +1,284 @@
+"""On all ranks: steps are compared with those of one process, differences are named, and no trace remains."""
+
+import random
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+from models import SHARED_GPUS
+
+import hvdtrain
+from hvdtrain.distributed import runtime
+from hvdtrain.distributed.optimizers import optimizer_variables
+from hvdtrain.distributed.replica_consistency import weights_sha256
+from hvdtrain.errors import UnequalError, UsageError
+from hvdtrain.training.equality.step_check import StepCheck
+
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
+RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
+COLLECTIVES = runtime.current().collectives
+BATCH = 8
+FEATURES = np.random.RandomState(1).normal(size=(4 * SIZE * BATCH, 6)).astype("float32")
+TARGETS = FEATURES @ np.ones((6, 1), "float32") + FEATURES[:, :1] ** 2
+X, Y = FEATURES[RANK::SIZE], TARGETS[RANK::SIZE]
+
+
+def mean_square(y, p):
+    return ops.mean((y - p) ** 2, -1)
+
+
+def network(*more, kind=keras.Model) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    hidden = inputs = layers.Input((6,))
+    for layer in (layers.Dense(8, activation="tanh"), *more, layers.Dense(1)):
+        hidden = layer(hidden)
+    return kind(inputs, hidden)
+
+
+def fit(model, loss=mean_square, optimizer=None, *, x=X, y=Y, epochs=1, **options) -> keras.Model:
+    optimizer = optimizer or keras.optimizers.Adam(0.01)
+    model.compile(hvdtrain.DistributedOptimizer(optimizer), loss, **options)
+    hvdtrain.broadcast(model)
+    model.fit(x, y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0)
+    return model
+
+
+class Noise(layers.Layer):
+    """Draws in every way that programs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(3)
+        self.generator = tf.random.Generator.from_seed(4)
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+        rows = ops.shape(x)[0]
+        x += 0.1 * keras.random.normal(ops.shape(x), seed=self.seeds)
+        x += 0.1 * tf.random.uniform(tf.shape(x)) + 0.1 * tf.random.normal([rows, 1])
+        x += 0.1 * self.generator.normal(tf.shape(x))
+        # Two samples that are mixed belong to one rank.
+        x += 0.1 * keras.random.shuffle(x, seed=self.seeds) + 0.1 * tf.random.shuffle(x)
+        return x * tf.cast(tf.random.categorical(tf.zeros([rows, 4]), 1), x.dtype)
+
+
+def test_what_a_step_draws_is_no_difference():
+    model = network(layers.BatchNormalization(), layers.Dropout(0.5), Noise(), layers.GaussianNoise(0.1))
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", metrics=["mae"])
+    hvdtrain.broadcast(model)
+    finding = StepCheck(model.train_step, model, COLLECTIVES).run((X[:BATCH], Y[:BATCH]))
+    assert (finding.unequal, finding.unchecked) == (None, None)
+    assert (finding.compared["gradient"], finding.compared["value"]) == (6, 2)
+    assert finding.largest < 1e-5
+
+
+def state_of(model) -> list:
+    generator = np.random.get_state()
+    variables = [each.numpy() for each in (*model.variables, *optimizer_variables(model))]
+    noise = next(layer for layer in model.layers if isinstance(layer, Noise))
+    return [*variables, noise.generator.state.numpy(), generator[1], generator[2], random.random(), np.random.uniform()]
+
+
+def test_a_check_leaves_no_trace():
+    model = fit(network(layers.BatchNormalization(), layers.Dropout(0.5), Noise()), metrics=["mae"])
+    random.seed(5)
+    before = state_of(model)
+    random.seed(5)
+    np.random.set_state(("MT19937", before[-4], before[-3], 0, 0.0))
+    finding = StepCheck(model.train_step, model, COLLECTIVES).run((X[:BATCH], Y[:BATCH]))
+    assert finding.unchecked is None
+    after = state_of(model)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda: keras.optimizers.SGD(0.1, momentum=0.9), lambda: keras.optimizers.Adam()]
+)
+def test_training_is_the_same_without_checks(optimizer, monkeypatch):
+    def train() -> str:
+        model = network(layers.BatchNormalization(), layers.Dropout(0.5))
+        return weights_sha256(fit(model, optimizer=optimizer(), epochs=2))
+
+    train()  # The first training of a process may round otherwise.
+    checked = train()
+    monkeypatch.setattr(runtime, "on_unequal", lambda: "ignore")
+    assert train() == checked
+
+
+class Centred(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(ops.maximum(x, 0.0), 0)
+
+
+class Queue(layers.Layer):
+    def build(self, shape):
+        self.queue = self.add_weight(shape=(4, shape[-1]), initializer="ones", trainable=False, name="queue")
+
+    def call(self, x, training=False):
+        if training:
+            self.queue.assign(ops.concatenate([x, self.queue], 0)[:4])
+        return x
+
+
+class Vector(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = mean_square(y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": tf.reduce_mean(loss)}
+
+
+class Returns(keras.Model):
+    def train_step(self, data):
+        super().train_step(data)
+        return {"largest": ops.max(data[1])}
+
+
+class Median(keras.metrics.Mean):
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        super().update_state(ops.median(ops.abs(y_true - y_pred)))
+
+
+class Spread(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        return mean_square(y_true, y_pred - ops.mean(ops.tanh(y_pred)))
+
+
+class Balance(layers.Layer):
+    def call(self, x):
+        self.add_loss(ops.sum(ops.mean(x, 0) ** 2))
+        return x
+
+
+class GlobalMean(keras.losses.Loss):
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return ops.sum(mean_square(y_true, y_pred)) / (SIZE * BATCH)
+
+
+UNEQUAL = {
+    "the output of layer 'centred": lambda: fit(network(Centred())),
+    "variable 'queue/queue'": lambda: fit(network(Queue())),
+    "Received: the loss of which the tape takes the gradient": lambda: fit(network(kind=Vector)),
+    "Received: 'largest'": lambda: fit(network(kind=Returns)),
+    "Received: 'median'": lambda: fit(network(), metrics=[Median(name="median")]),
+    "Received: a loss of add_loss": lambda: fit(network(Balance())),
+    "differs from that of the whole batch by 50.0%": lambda: fit(network(), GlobalMean()),
+    "Received: loss 'spread'": lambda: fit(network(), Spread()),
+    "Received: the same batch on every rank": lambda: fit(network(), x=FEATURES, y=TARGETS),
+}
+
+
+@pytest.mark.parametrize("place", UNEQUAL)
+def test_where_a_step_is_not_that_of_one_process(place):
+    with pytest.raises(UnequalError) as caught:
+        UNEQUAL[place]()
+    assert place in str(caught.value)
+    assert "hvdtrain.init(on_unequal='warn')" in str(caught.value)
+
+
+def test_an_unequal_step_may_be_made_nevertheless(monkeypatch, capfd):
+    monkeypatch.setattr(runtime, "on_unequal", lambda: "warn")
+    fit(network(Centred()))
+    text = capfd.readouterr().err
+    assert text.count("depends on the other samples of the batch") == (RANK == 0), text
+
+
+def test_a_step_that_is_no_function_of_its_samples_is_said_once(capfd):
+    calls = []
+
+    class Counted(layers.Layer):
+        def call(self, x):
+            calls.append(1)
+            return x * (1.0 + len(calls))
+
+    fit(network(Counted()), epochs=2)
+    text = capfd.readouterr().err
+    assert text.count("cannot be compared with that of one process") == (RANK == 0), text
+
+
+def test_trainer():
+    model = network(Centred())
+    model.compile(keras.optimizers.SGD(0.1), mean_square)
+    config = hvdtrain.TrainConfig(batch_size=BATCH, steps=2)
+    with pytest.raises(UnequalError, match=r"depends on the other samples.*on_unequal"):
+        hvdtrain.Trainer(model, (FEATURES, TARGETS), config, reporter=None).fit()
+
+
+def loop(change=lambda gradients: gradients):
+    model = network()
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01))
+    model.compile(optimizer)
+    hvdtrain.broadcast(model)
+
+    @tf.function
+    def step(data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x, training=True)))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(change(gradients), model.trainable_variables)
+        return {"loss": loss}
+
+    return hvdtrain.verify(step, (X[:BATCH], Y[:BATCH]), model)
+
+
+def test_verify():
+    finding = loop()
+    assert finding.compared == {"gradient": 4, "variable": 14, "value": 1}
+    with pytest.raises(UnequalError, match=r"changed between tape and update"):
+        loop(lambda gradients: tf.clip_by_global_norm(gradients, 0.01)[0])
+
+
+def test_verify_of_a_tape():
+    model = network()
+    model.compile(keras.optimizers.SGD(0.1))
+    hvdtrain.broadcast(model)
+
+    def step(data):
+        with hvdtrain.DistributedGradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(data[1], model(data[0], training=True)))
+        gradients = tf.clip_by_global_norm(tape.gradient(loss, model.trainable_variables), 0.01)[0]
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    assert hvdtrain.verify(step, (X[:BATCH], Y[:BATCH]), model).unequal is None
+
+
+def test_a_model_that_ranks_would_train_alone():
+    model = fit(network())
+    model.compile("adam", "mse")
+    with pytest.raises(UsageError, match=r"its optimizer must be distributed. Received: .* with adam"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_one_process_is_alone_in_its_program():
+    """A program's own calls of Horovod, in the step of one process."""
+    import horovod.tensorflow as hvd
+
+    class Gathering(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                everyone = hvd.allgather(self(x, training=True), name="everyone")
+                loss = tf.reduce_mean(mean_square(y, self(x, training=True))) + tf.reduce_mean(everyone) ** 2
+            self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+            return {"loss": loss}
+
+    with pytest.raises(UnequalError, match=r"which differs by .* although the loss does not"):
+        fit(network(kind=Gathering))
+
+
+def test_ranks_have_gradients_of_the_same_variables():
+    model = network()
+    first, second = model.layers[1], model.layers[2]
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    hvdtrain.broadcast(model)
+    trained = first if RANK == 0 else second
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(trained.kernel**2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    with pytest.raises(UsageError, match=r"has one on rank 0, and none on rank"):
+        model.optimizer.apply(gradients, model.trainable_variables)
