@@ -30,7 +30,8 @@ _REMEDY = (
     "sample, and mask samples by sample_weight or a Keras mask. To average the losses of the "
     "ranks nevertheless, return the number once for each sample."
 )
-_NUM_CHECKS = 10
+# Padding may first appear in a later batch.
+_NUM_FIRST_CHECKS, _CHECK_EVERY = 100, 100
 _TOLERANCE = 1e-4
 _SMALL_LOSS = 0.1
 
@@ -54,7 +55,8 @@ class UncompilableLossError(UsageError):
     """``jit_compile`` excludes the loss. Raised while a step is traced."""
 
 
-_all_checks_left: list["weakref.ref[tf.Variable]"] = []
+_all_counters: list["weakref.ref[tf.Variable]"] = []
+"""Of the steps in which each loss was computed; negative: it is no longer checked."""
 _scope: contextvars.ContextVar[LossScope | None] = contextvars.ContextVar("hvdtrain_loss_scope", default=None)
 
 
@@ -194,18 +196,18 @@ def _share_of_count(count: tf.Tensor, scope: LossScope) -> tf.Tensor:
 
 
 def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Tensor, scope: LossScope) -> tf.Tensor:
-    """Checks in the first steps that a loss which returns one number for a batch averages over its samples.
+    """Checks in the first steps, and then in some, that a loss that is one number averages over its samples.
 
     A user's function may divide by its own count, or compare samples of a batch with each other. The number does not
     show this, but it then differs from the mean of the losses of two halves of the batch. It may be equal by chance on
     some ranks: if one rank raises, all do, because the others would wait for it.
     """
     # Kept on the loss: TensorFlow traces a step several times, and allows new variables in the first trace only.
-    if "hvdtrain_checks_left" not in vars(loss):
+    if "hvdtrain_steps" not in vars(loss):
         with tf.init_scope(), tf.device("CPU"):
-            vars(loss)["hvdtrain_checks_left"] = tf.Variable(_NUM_CHECKS, trainable=False)
-            _all_checks_left.append(weakref.ref(vars(loss)["hvdtrain_checks_left"]))
-    checks_left = vars(loss)["hvdtrain_checks_left"]
+            vars(loss)["hvdtrain_steps"] = tf.Variable(0, dtype=tf.int64, trainable=False)
+            _all_counters.append(weakref.ref(vars(loss)["hvdtrain_steps"]))
+    counter = vars(loss)["hvdtrain_steps"]
     batch_size = tf.shape(tf.nest.flatten(y_pred)[0])[0]
     half = batch_size // 2
     name = unique_name("hvdtrain_loss_check")
@@ -225,18 +227,20 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
         if not scope.excluded_by:
             (num_differing,) = scope.collectives.sum_tensors([num_differing], name)
         tf.debugging.Assert(num_differing < 0.5, [_message(loss), value, mean])
-        checks_left.assign_sub(1)
         return tf.constant(True)
 
-    # The same number of checks is left on all ranks.
-    return tf.cond(checks_left > 0, check, lambda: tf.constant(False))
+    # The same number of steps on all ranks.
+    step = counter.read_value()
+    is_due = (step >= 0) & ((step < _NUM_FIRST_CHECKS) | (step % _CHECK_EVERY == 0))
+    with tf.control_dependencies([tf.cond(is_due, check, lambda: tf.constant(False))]):
+        return tf.identity(counter.assign(tf.where(step < 0, step, step + 1)))
 
 
 def end_checks() -> None:
     """Ends the checks of all losses: ranks that have made different numbers of them are about to train together."""
-    for reference in _all_checks_left:
-        if (checks_left := reference()) is not None:
-            checks_left.assign(0)
+    for reference in _all_counters:
+        if (counter := reference()) is not None:
+            counter.assign(-1)
 
 
 def _message(loss: Any) -> str:

@@ -163,7 +163,6 @@ UNEQUAL = {
     "the output of layer 'centred": lambda: fit(network(Centred())),
     "variable 'queue/queue'": lambda: fit(network(Queue())),
     "Received: the loss of which the tape takes the gradient": lambda: fit(network(kind=Vector)),
-    "Received: 'largest'": lambda: fit(network(kind=Returns)),
     "Received: 'median'": lambda: fit(network(), metrics=[Median(name="median")]),
     "Received: a loss of add_loss": lambda: fit(network(Balance())),
     "differs from that of the whole batch by 50.0%": lambda: fit(network(), GlobalMean()),
@@ -178,6 +177,14 @@ def test_where_a_step_is_not_that_of_one_process(place):
         UNEQUAL[place]()
     assert place in str(caught.value)
     assert "hvdtrain.init(on_unequal='warn')" in str(caught.value)
+
+
+def test_other_values_are_noted(capfd):
+    fit(network(kind=Returns))
+    text = capfd.readouterr().err
+    assert text.count("'largest', which train_step returns, is the mean of the values of all ranks") == (RANK == 0), (
+        text
+    )
 
 
 def test_an_unequal_step_may_be_made_nevertheless(monkeypatch, capfd):
@@ -228,7 +235,7 @@ def loop(change=lambda gradients: gradients):
 
 def test_verify():
     finding = loop()
-    assert finding.compared == {"gradient": 4, "variable": 14, "value": 1}
+    assert finding.compared == {"gradient": 4, "variable": 14, "value": 0, "returned": 1}
     with pytest.raises(UnequalError, match=r"changed between tape and update"):
         loop(lambda gradients: tf.clip_by_global_norm(gradients, 0.01)[0])
 

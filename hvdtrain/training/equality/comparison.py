@@ -1,7 +1,7 @@
 """Compares what a step of all ranks has done with what the step of one process does."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from hvdtrain.distributed.gradient_reduction import Gradient
 from hvdtrain.training.equality.updates import Update, distance, norm_of
 from hvdtrain.training.equality.ways import Outcome
 
-Kind = Literal["updates", "gradient", "variable", "value"]
+Kind = Literal["updates", "gradient", "variable", "value", "returned"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,9 @@ class Comparison:
         """After a step: what was compared, in the order in which a step computes it."""
         if self._num_updates != len(self._whole.updates):
             return [Deviation("updates", "the number of updates", np.inf, 1.0, 0.0)]
-        return [*self._of_gradients, *self._of_variables(outcome), *self._of_values(outcome)]
+        values = self._of_values("value", outcome.values, self._whole.values)
+        returned = self._of_values("returned", outcome.returned, self._whole.returned)
+        return [*self._of_gradients, *self._of_variables(outcome), *values, *returned]
 
     def _of_variables(self, outcome: Outcome) -> Iterator[Deviation]:
         changes, expected = outcome.changes, self._whole.changes
@@ -93,10 +95,12 @@ class Comparison:
             rounding = self._part * scale + 4 * self._epsilon * float(np.linalg.norm(after))
             yield Deviation("variable", name, float(np.linalg.norm(own.after - after)), scale, rounding)
 
-    def _of_values(self, outcome: Outcome) -> Iterator[Deviation]:
-        for name, value in self._whole.values.items():
-            if name not in outcome.values or value.dtype == object:
+    def _of_values(
+        self, kind: Kind, values: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
+    ) -> Iterator[Deviation]:
+        for name, value in expected.items():
+            if name not in values or value.dtype == object:
                 continue
             scale = float(np.linalg.norm(value))
             rounding = self._part * scale + 8 * self._epsilon
-            yield Deviation("value", name, float(np.linalg.norm(outcome.values[name] - value)), scale, rounding)
+            yield Deviation(kind, name, float(np.linalg.norm(values[name] - value)), scale, rounding)

@@ -55,6 +55,7 @@ class ScheduledCheck:
         self._last_check_s = 0.0
         self._last_check_took_s = 0.0
         self._num_checks = 0
+        self._has_noted = False
 
     def before_call(self) -> None:
         """Before a call; all ranks must make it."""
@@ -101,6 +102,9 @@ class ScheduledCheck:
         if finding.unchecked is not None:
             self._is_over = True
             self._tell(f"the training step cannot be compared with that of one process: {finding.unchecked}")
+        if finding.noted is not None and not self._has_noted:
+            self._has_noted = True
+            self._tell(finding.noted)
         if environment.only_checks():
             self._end_after_checks(finding)
         if finding.unequal is None:

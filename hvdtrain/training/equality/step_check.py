@@ -23,6 +23,11 @@ _SAME_SAMPLES = (
     "ranks must train on different samples. Received: the same batch on every rank. Pass the data through "
     "hvdtrain.shard, or let each rank draw its own samples"
 )
+_KINDS = {"gradient": "gradients", "variable": "variables", "value": "metrics", "returned": "other values"}
+_RETURNED = (
+    "{name!r}, which train_step returns, is the mean of the values of all ranks. It differs from that of one process by "
+    "{share}"
+)
 _NUM_PERTURBED = 2
 # The rounding of a few steps does not show the largest that may occur.
 _SAFETY = 8
@@ -38,14 +43,15 @@ class Finding:
     """The largest difference of a gradient, relative to it."""
     unequal: str | None = None
     """Rule, what was received, and the remedy; None if the steps are equal."""
+    noted: str | None = None
+    """What differs without consequences for training; None if nothing does."""
     unchecked: str | None = None
     """Why the step could not be checked; None if it was."""
 
     @property
     def summary(self) -> str:
         """What was compared, in words."""
-        names = ("gradient", "gradients"), ("variable", "variables"), ("value", "values")
-        counts = ", ".join(f"{self.compared[one]} {one if self.compared[one] == 1 else many}" for one, many in names)
+        counts = ", ".join(f"{number} {_KINDS[kind]}" for kind, number in self.compared.items() if number)
         return f"{counts}; the gradients differ by at most {self.largest:.1g} of their norms"
 
 
@@ -102,7 +108,7 @@ class StepCheck:
         if suspects:
             found, problem = self._without_rounding(samples, draws, comparison, suspects)
         everyone = self._collectives.allgather((found, problem))
-        compared = {kind: sum(each.kind == kind for each in deviations) for kind in ("gradient", "variable", "value")}
+        compared = {kind: sum(each.kind == kind for each in deviations) for kind in _KINDS}
         largest = max((each.relative for each in deviations if each.kind == "gradient" and each.scale), default=0.0)
         problems = [each for _, each in everyone if each is not None]
         first = next((each for each, _ in everyone if each is not None), None)
@@ -110,6 +116,8 @@ class StepCheck:
             return Finding(compared, largest, unchecked=problems[0])
         if first is None:
             return Finding(compared, largest)
+        if first.kind == "returned":
+            return Finding(compared, largest, noted=_RETURNED.format(name=first.name, share=_size(first)))
         return Finding(compared, largest, unequal=self._explain(samples, draws, comparison, first))
 
     def _without_rounding(
@@ -192,6 +200,7 @@ def _text(found: Deviation) -> str:
         "gradient": f"the gradient of {name!r}",
         "variable": f"variable {name!r}",
         "value": f"the value of {found.name!r}",
+        "returned": f"the value of {found.name!r}",
     }[found.kind]
 
 

@@ -19,7 +19,7 @@ from hvdtrain.distributed.replica_consistency import differing
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.method_replacement import replace_method
-from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, replaced_pipelines
+from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, pipelines_of, replaced_pipelines
 from hvdtrain.optim.step_reduction import StepReduction
 from hvdtrain.seams import keras_internals
 from hvdtrain.training.equality.updates import ChooseGradients, Update
@@ -43,7 +43,9 @@ class Outcome:
     changes: dict[str, Change] = dataclasses.field(default_factory=dict)
     """By the path of the variable: those of the model and its optimizers, without metrics."""
     values: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Metrics, and other values that the step returns, over all samples."""
+    """Metrics over all samples."""
+    returned: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Other numbers that the step returns: their means over ranks."""
 
 
 Draw = Callable[[WrittenVariables], contextlib.AbstractContextManager[None]]
@@ -171,7 +173,8 @@ class CheckedStep:
                 returned: Any = None
                 for _ in range(self._steps_per_update):
                     returned = self._step(batch)
-                outcome.values = self._values(ranks, returned)
+                outcome.values = self._metrics(ranks)
+                outcome.returned = _means(returned if isinstance(returned, Mapping) else {}, outcome.values, ranks)
             outcome.changes = self._changes(written, ranks)
         finally:
             written.restore()
@@ -189,16 +192,11 @@ class CheckedStep:
                 noise = 1 + units * _epsilon(variable.dtype) * generator.choice([-1.0, 1.0], own.shape)
                 variable.assign((own.astype(np.float64) * noise).astype(own.dtype))
 
-    def _values(self, ranks: Collectives, returned: Any) -> dict[str, np.ndarray]:
+    def _metrics(self, ranks: Collectives) -> dict[str, np.ndarray]:
         values = results_of(self._model, ranks.sum(sums(self._model)))
-        numbers = {
-            name: np.asarray(each, np.float64)
-            for name, each in (returned.items() if isinstance(returned, Mapping) else ())
-            if name not in values and np.ndim(each) == 0
-        }
-        totals = ranks.sum(list(numbers.values()))
-        means = {name: total / ranks.size for name, total in zip(numbers, totals, strict=True)}
-        return {name: np.asarray(each) for name, each in {**values, **means}.items()}
+        if any(pipeline.reduce.config.op == "sum" for _, pipeline in pipelines_of(self._model)):
+            values.pop("loss", None)  # Each rank's is of its own samples.
+        return {name: np.asarray(each) for name, each in values.items()}
 
     def _changes(self, written: WrittenVariables, ranks: Collectives) -> dict[str, Change]:
         found = {id(each.variable): each for each in written.found}
@@ -238,6 +236,17 @@ class CheckedStep:
                 moments = over_ranks if ranks.reduces else own
                 stack.callback(replace_method(layer, keras_internals.MOMENTS.name, moments))
             yield
+
+
+def _means(returned: Mapping[str, Any], metrics: Mapping[str, Any], ranks: Collectives) -> dict[str, np.ndarray]:
+    """The means over ranks of the numbers that a step returns; not of those that metrics have."""
+    numbers = {
+        name: np.asarray(each, np.float64)
+        for name, each in returned.items()
+        if name not in metrics and np.ndim(each) == 0
+    }
+    totals = ranks.sum(list(numbers.values()))
+    return {name: total / ranks.size for name, total in zip(numbers, totals, strict=True)}
 
 
 @contextlib.contextmanager

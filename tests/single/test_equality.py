@@ -1,0 +1,135 @@
+"""The parts of the check of a step that need no other rank."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.data import sharded_order
+from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.errors import UsageError
+from hvdtrain.training.equality.samples import Rows, gather_samples
+from hvdtrain.training.equality.updates import distance, norm_of
+from hvdtrain.training.equality.written_variables import WrittenVariables
+
+
+class FirstOfTwo(SingleProcessCollectives):
+    """Rank 0 of two, the other of which has a batch of its own."""
+
+    size = 2
+
+    def __init__(self, other):
+        super().__init__()
+        self._other = other
+
+    def allgather(self, value):
+        sent = []
+        if self._other is not None:
+            other, self._other = self._other, None
+            gather_samples(other, _Sending(sent))
+        return [value, *sent]
+
+
+class _Sending(SingleProcessCollectives):
+    size = 2
+
+    def __init__(self, sent):
+        super().__init__()
+        self._sent = sent
+
+    def allgather(self, value):
+        self._sent.append(value)
+        return [value, value]
+
+
+def gathered(own, other):
+    return gather_samples(own, FirstOfTwo(other))
+
+
+def test_the_whole_batch_has_so_many_samples_as_a_batch():
+    samples = gathered({"x": tf.range(8), "y": None}, {"x": tf.range(10, 18), "y": None})
+    assert samples.whole["x"].numpy().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert samples.part["x"].numpy().tolist() == [0, 1, 2, 3]
+    assert samples.whole["y"] is None
+    assert (samples.rows.per_rank, samples.rows.total) == (4, 8)
+
+
+def test_batches_of_other_sizes_and_lengths():
+    samples = gathered(tf.ones([6, 2]), tf.ones([2, 3]))
+    assert samples.whole.numpy().tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert samples.part.shape == (1, 3)
+    assert gathered(tf.zeros([0, 2]), tf.ones([2, 2])) is None
+
+
+def test_text_ragged_and_sparse_batches():
+    text, ragged = tf.constant([b"a", b"bc"]), tf.ragged.constant([[1.0], [2.0, 3.0]])
+    sparse = tf.sparse.from_dense([[0.0, 4.0], [5.0, 0.0]])
+    samples = gathered((text, ragged, sparse), (text, ragged, sparse))
+    whole_text, whole_ragged, whole_sparse = samples.whole
+    assert whole_text.numpy().tolist() == [b"a", b"a"]
+    assert whole_ragged.to_list() == [[1.0], [1.0]]
+    assert tf.sparse.to_dense(whole_sparse).numpy().tolist() == [[0.0, 4.0], [0.0, 4.0]]
+    assert samples.part[1].to_list() == [[1.0]]
+
+
+def test_what_has_no_samples_is_sent_as_it_is():
+    samples = gathered((tf.ones([4, 2]), tf.constant(3.0)), (tf.ones([4, 2]), tf.constant(3.0)))
+    assert float(samples.whole[1]) == 3.0
+    assert float(samples.part[1]) == 3.0
+
+
+def test_the_same_batch_on_both_ranks():
+    x = np.arange(8.0)
+    assert gathered(x, x.copy()).are_the_same
+    assert not gathered(x, x + 1).are_the_same
+    assert not gathered(np.ones(8), np.ones(8)).are_the_same  # Samples that are all equal say nothing.
+
+
+def test_dimensions_of_samples():
+    rows = Rows(rank=1, per_rank=4, num_ranks=2)
+    assert rows.part_of(8, 4) == slice(4, 8)
+    assert rows.part_of(24, 12) == slice(12, 24)
+    assert rows.part_of(10, 5) is None
+    assert rows.part_of(8, 8) is None
+
+
+def test_variables_are_restored_whoever_writes_them():
+    first, second = keras.Variable([1.0, 2.0]), tf.Variable([3.0])
+    written = WrittenVariables()
+    with written.noted():
+        first.assign_add([1.0, 1.0])
+        first.assign([7.0, 7.0])
+        second.scatter_update(tf.IndexedSlices([9.0], [0]))
+    second.assign([5.0])
+    assert [each.before.numpy().tolist() for each in written.found] == [[1.0, 2.0], [3.0]]
+    written.restore()
+    assert first.numpy().tolist() == [1.0, 2.0]
+    assert second.numpy().tolist() == [3.0]
+
+
+def test_distances_of_dense_and_sparse_gradients():
+    dense = tf.constant([[3.0, 4.0], [0.0, 0.0]])
+    sparse = tf.IndexedSlices(tf.constant([[1.0, 4.0], [2.0, 0.0]]), tf.constant([0, 0]), [2, 2])
+    assert norm_of(dense) == norm_of(sparse) == 5
+    assert distance(dense, sparse) == distance(sparse, dense) == 0
+    assert distance(sparse, tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([1]), [2, 2])) == pytest.approx(
+        50**0.5
+    )
+
+
+def test_a_shuffle_without_a_seed_is_refused_before_it_is_sharded():
+    dataset = tf.data.Dataset.range(9)
+    sharded_order.note((dataset.shuffle(9, seed=3).batch(3),))
+    shuffled = dataset.shuffle(9, seed=0).batch(3)  # The seed of TensorFlow may be set in this process.
+    vars(shuffled._input_dataset).update(_seed=tf.constant(0, tf.int64), _seed2=tf.constant(0, tf.int64))
+    with pytest.raises(UsageError, match="shuffled without a seed"):
+        sharded_order.note((shuffled,))
+
+
+def test_orders_of_arrays():
+    x = np.arange(100.0)
+    sharded_order.note((x,))
+    sharded_order.note(({"x": x.copy()},))
+    sharded_order.note((x[::-1],))
+    first, same, other = sharded_order.noted()[-3:]
+    assert first == same != other
