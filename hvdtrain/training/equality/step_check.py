@@ -25,8 +25,8 @@ _SAME_SAMPLES = (
 )
 _KINDS = {"gradient": "gradients", "variable": "variables", "value": "metrics", "returned": "other values"}
 _RETURNED = (
-    "{name!r}, which train_step returns, is the mean of the values of all ranks. It differs from that of one process by "
-    "{share}"
+    "{name!r}, which train_step returns, is the mean of the values of all ranks, and differs from that of one process "
+    "by {share}"
 )
 _NUM_PERTURBED = 2
 # The rounding of a few steps does not show the largest that may occur.
