@@ -71,6 +71,12 @@ def loss_scope() -> LossScope | None:
     return scope if scope is not None and scope.collectives.reduces else None
 
 
+def gradient_weight_of_step() -> tf.Tensor | None:
+    """The weight by which this rank's gradients are multiplied later in the step that is traced; None: by none."""
+    scope = _scope.get()
+    return None if scope is None else scope.gradient_weight()
+
+
 @contextlib.contextmanager
 def losses_over_ranks(scope: LossScope) -> Iterator[None]:
     """Combines the losses that are computed in the block over ranks."""

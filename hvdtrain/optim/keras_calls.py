@@ -32,12 +32,13 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
-from hvdtrain.distributed.optimizers import is_horovods_own
+from hvdtrain.distributed.optimizers import is_horovods_own, optimizers_of
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
+from hvdtrain.optim.batch_weights import batch_weight, weighted
 from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.lone_training import run_guarded
@@ -67,7 +68,7 @@ def synchronize_batch_normalization(
     all_layers: bool = True,
     collectives: Collectives | None = None,
     sample_weight: Callable[[], tf.Tensor | None] = lambda: None,
-    gradient_weight: GradientWeight = lambda: None,
+    gradient_weight: GradientWeight = global_loss.gradient_weight_of_step,
 ) -> int:
     """Makes BatchNormalization layers compute mean and variance over the samples of all ranks.
 
@@ -79,7 +80,8 @@ def synchronize_batch_normalization(
         all_layers: False: only layers made with ``synchronized=True``.
         collectives: the collectives to reduce with (default: those of ``hvdtrain.init()``).
         sample_weight: while a step is traced, the weight of this rank's samples; 0 leaves them out.
-        gradient_weight: the weight by which this rank's gradients are multiplied later, if its loss is not.
+        gradient_weight: the weight by which this rank's gradients are multiplied later, if its loss is not (default:
+            that of the step that is traced).
 
     Returns:
         The number of synchronized layers.
@@ -133,9 +135,18 @@ def _run_in_fit(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
     if not pipelines:
         return run_guarded(model, functools.partial(run_train_step, model, train_step), data)
     _, first = pipelines[0]
+    weight = None
     if first.reduce.collectives.reduces:
         first.batches.observe(data)
-    return run_train_step(model, train_step, data)
+        weight = batch_weight(data, pipelines)
+    if weight is None:
+        return run_train_step(model, train_step, data)
+    for optimizer in optimizers_of(model):
+        call_weigh_and_mark(optimizer)
+    with weighted(pipelines, weight):
+        return run_train_step(
+            model, train_step, data, sample_weight=lambda: weight.value, gradient_weight=weight.of_gradients
+        )
 
 
 def _add_share_of_loss(self: Any, loss: tf.Tensor) -> tf.Tensor:

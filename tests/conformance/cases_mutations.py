@@ -5,18 +5,20 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
+from models import SHARED_GPUS
 
 import hvdtrain
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import HvdtrainError
 
-TOPOLOGY = hvdtrain.init(seed=0, gpus=hvdtrain.GpuConfig(gpu_sharing=2))
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
 COLLECTIVES = runtime.current().collectives
 BATCH, STEPS = 8, 2
 FEATURES = np.random.RandomState(1).normal(size=(STEPS * SIZE * BATCH, 6)).astype("float32")
 TARGETS = np.tanh(FEATURES @ np.ones((6, 1), "float32")) + 0.1
-MIN_FOUND = 29
+# One of 32 is a branch that both the ranks and one process take in the steps that are compared.
+MAX_MISSED = 1
 
 
 class Program:
@@ -24,7 +26,7 @@ class Program:
 
     layer = None
     kind = keras.Model
-    metric = "mae"
+    metrics = ("mae",)
     epochs = 1
 
     def loss(self, y, p):
@@ -43,7 +45,7 @@ class Program:
         hidden = hidden if self.layer is None else self.layer(hidden)
         model = self.kind(inputs, layers.Dense(1)(layers.Dropout(0.2)(hidden)))
         loss = self.loss if isinstance(self.loss, keras.losses.Loss) else lambda y, p: self.loss(y, p)
-        model.compile(hvdtrain.DistributedOptimizer(self.optimizer()), loss, metrics=[self.metric])
+        model.compile(hvdtrain.DistributedOptimizer(self.optimizer()), loss, metrics=list(self.metrics) or None)
         hvdtrain.broadcast(model)
         model.fit(*self.data(), batch_size=BATCH, epochs=self.epochs, shuffle=False, verbose=0)
 
@@ -184,7 +186,7 @@ class OwnStep(keras.Model):
 
 
 def step(name, **methods):
-    return type(name, (Program,), {"kind": type(name, (OwnStep,), methods)})
+    return type(name, (Program,), {"kind": type(name, (OwnStep,), methods), "metrics": ()})
 
 
 def scaled_by_the_rank(self, gradients, loss):
@@ -236,6 +238,7 @@ class UnreducedStep(keras.Model):
 
 class Unreduced(Program):
     kind = UnreducedStep
+    metrics = ()
 
 
 # Optimizers.
@@ -271,6 +274,9 @@ class FromOne(keras.metrics.Metric):
         super().__init__(name=name)
         self.total = self.add_weight(name="total", initializer="ones")
 
+    def reset_state(self):
+        self.total.assign(1.0)
+
     def update_state(self, y_true, y_pred, sample_weight=None):
         self.total.assign_add(ops.sum(y_true))
 
@@ -283,7 +289,7 @@ def median(y, p):
 
 
 def metric(name, make):
-    return type(name, (Program,), {"metric": property(lambda self: make())})
+    return type(name, (Program,), {"metrics": property(lambda self: [make()])})
 
 
 # Data.
@@ -346,4 +352,4 @@ def test_mutations_are_found(capsys):
     with capsys.disabled():
         for name, text in found.items():
             print(f"{name:32} {text or 'NOT FOUND'}", flush=True)
-    assert sum(bool(text) for text in found.values()) >= MIN_FOUND + len(MUTATIONS) - 30
+    assert sum(not text for text in found.values()) <= MAX_MISSED

@@ -17,3 +17,8 @@ def test_programs_on_two_ranks(tmp_path):
 def test_programs_in_all_ways(ranks, tmp_path):
     more = ["-m", "long or not long"]
     run_cases("programs", *more, ranks=ranks, minimum=NUM_CASES, folder=tmp_path, timeout_s=1800)
+
+
+@pytest.mark.long
+def test_mutations_on_two_ranks(tmp_path):
+    run_cases("mutations", ranks=2, minimum=2, folder=tmp_path, timeout_s=900)

@@ -9,7 +9,10 @@ import keras
 import numpy as np
 
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.replica_consistency import differing, share
+from hvdtrain.distributed.optimizers import optimizer_variables
+from hvdtrain.distributed.replica_consistency import differing, first_difference, share
+from hvdtrain.distributed.shards import whole_variables
+from hvdtrain.errors import DivergenceError
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.draws import Draws
@@ -71,7 +74,12 @@ class StepCheck:
         self._num_checks = 0
 
     def run(self, batch: Any) -> Finding:
-        """Checks the step with a part of each rank's batch. All ranks must call it."""
+        """Checks the step with a part of each rank's batch. All ranks must call it.
+
+        Raises:
+            DivergenceError: on every rank: replicas are not equal any more.
+        """
+        self._require_equal_replicas()
         samples = gather_samples(batch, self._collectives)
         if samples is None:
             return Finding({}, unchecked="a rank has no samples")
@@ -97,6 +105,17 @@ class StepCheck:
             if not whole.updates:
                 return Finding({}, unchecked="it makes no update")
             return self._compare(samples, draws, whole)
+
+    def _require_equal_replicas(self) -> None:
+        variables = [*self._model.trainable_weights, *whole_variables(optimizer_variables(self._model))]
+        difference = first_difference(variables, self._collectives)
+        if difference is not None:
+            path, ranks = difference
+            raise DivergenceError(
+                f"replicas must be equal. After a step, variable {path!r} of {ranks} differs from the other ranks'. It "
+                "was changed other than by gradients that are the same on all ranks: by a gradient that was not "
+                "reduced, or by an optimizer that is not wrapped in hvdtrain.DistributedOptimizer."
+            )
 
     def _compare(self, samples: Samples, draws: Draws, whole: Outcome) -> Finding:
         comparison = Comparison(whole, self._step.epsilon)
