@@ -17,6 +17,10 @@ class UnequalError(UsageError):
     """A training step on several ranks is not that of one process. Exit code 64."""
 
 
+class EndOfCheckedSteps(SystemExit):
+    """``hvdtrain check`` has compared enough steps: the program ends on all ranks."""
+
+
 class NonFiniteError(HvdtrainError):
     """A loss or a gradient is NaN or infinite. Exit code 1.
 

@@ -11,7 +11,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import RuntimeConfig
-from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.errors import EndOfCheckedSteps, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import exit_code_of, on_every_rank
 from hvdtrain.fault_tolerance.config import JobWatchConfig
 from hvdtrain.fault_tolerance.elastic.coordinator_link import CoordinatorLink
@@ -100,6 +100,8 @@ def run_on_ranks(
             job_watch.coordinator.restart_all()
         note_exit_code(exit_code_of(error))
         end_job(error, runtime.collectives(), step(), job_watch)
+    except EndOfCheckedSteps as end:
+        return int(str(end.code))
     except SystemExit as end:
         # Raised by the task's code: this rank would end, perhaps with exit code 0, while the others wait for it.
         stopped = HvdtrainError(f"a task must not end the process. Received: sys.exit({end.code!r}). Raise an error.")

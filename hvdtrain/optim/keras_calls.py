@@ -142,7 +142,8 @@ def _run_in_fit(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
     if weight is None:
         return run_train_step(model, train_step, data)
     for optimizer in optimizers_of(model):
-        call_weigh_and_mark(optimizer)
+        if pipeline_of(optimizer) is not None:
+            call_weigh_and_mark(optimizer)
     with weighted(pipelines, weight):
         return run_train_step(
             model, train_step, data, sample_weight=lambda: weight.value, gradient_weight=weight.of_gradients

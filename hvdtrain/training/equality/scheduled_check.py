@@ -1,12 +1,13 @@
 """When steps are checked: after the first one, and again at growing distances, for differences that appear late."""
 
+import sys
 import time
 from collections.abc import Callable
 
 from hvdtrain.data import sharded_order
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
-from hvdtrain.errors import UnequalError
+from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.system import environment
 from hvdtrain.training.equality.step_check import Finding, StepCheck
@@ -117,9 +118,11 @@ class ScheduledCheck:
 
     def _end_after_checks(self, finding: Finding) -> None:
         if finding.unequal is None and finding.unchecked is None:
-            self._tell(f"step {self._num_calls} is that of one process. Compared: {finding.summary}")
+            text = f"step {self._num_calls} is that of one process. Compared: {finding.summary}"
+            if self._collectives.rank == 0:
+                print(f"hvdtrain: {text}.", file=sys.stderr, flush=True)
         if finding.unchecked is not None or (finding.unequal is None and self._num_checks == _NUM_ONLY_CHECKED):
-            raise SystemExit(0 if finding.unchecked is None else UnequalError.exit_code)
+            raise EndOfCheckedSteps(0 if finding.unchecked is None else UnequalError.exit_code)
 
     def _tell(self, text: str) -> None:
         if self._collectives.rank == 0:
