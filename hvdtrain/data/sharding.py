@@ -63,7 +63,8 @@ def _shard_of_arrays(data: tuple[Any, ...], rank: int, size: int, drop_remainder
                 "shard needs arrays, structures of them, a tf.data.Dataset or a PyDataset. Received: "
                 f"{type(each).__name__}. Wrap a generator in tf.data.Dataset.from_generator."
             )
-    lengths = {len(each) for each in arrays}
+    # Sparse matrices and ragged tensors have no len().
+    lengths = {int(each.shape[0]) if hasattr(each, "shape") else len(each) for each in arrays}
     if len(lengths) != 1:
         raise DataError(f"all arrays must have equally many samples. Received: {sorted(lengths)}")
     (length,) = lengths

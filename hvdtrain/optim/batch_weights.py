@@ -33,9 +33,14 @@ class BatchWeight:
 
 
 def batch_weight(data: Any, pipelines: Pipelines) -> BatchWeight | None:
-    """The weight of a batch; None where ranks are not weighted: sums of losses, and several batches per update."""
+    """The weight of a batch; None where ranks are not weighted.
+
+    These are sums of losses, several batches per update, and layers that each rank trains alone.
+    """
     flat = [each for each in tf.nest.flatten(data) if each is not None and len(getattr(each, "shape", ()))]
-    averages = all(pipeline.reduce.config.op == "average" for _, pipeline in pipelines)
+    averages = all(
+        pipeline.reduce.config.op == "average" and not pipeline.reduce.local_variables() for _, pipeline in pipelines
+    )
     accumulates = any(leaf.gradient_accumulation_steps for leaf, _ in pipelines)
     if not flat or not averages or accumulates:
         return None

@@ -27,7 +27,9 @@ class EqualStart:
     ) -> None:
         """Compares at the first reduction which variables have gradients, see :func:`require_same_gradients`."""
         if not self._is_compared:
-            require_same_gradients(places, [variable.path for variable in variables], collectives)
+            require_same_gradients(
+                places, [getattr(variable, "path", variable.name) for variable in variables], collectives
+            )
 
     def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
         """Compares the variables at the first call. All ranks must call it when they trace or make their first step.

@@ -363,6 +363,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
             keras_internals.TRAINABLE_VARIABLES.of(optimizer) if trainable_variables is None else trainable_variables
         )
         variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
+        variables = _without_overwritten(variables, require_pipeline(optimizer))
         applied.append(Applied(optimizer, variables))
         if (scope := current_scope()) is not None:
             scope.applied.append(applied[-1])
@@ -412,6 +413,18 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     keras_internals.DECAY.set(optimizer, decay)
     keras_internals.UPDATE.set(optimizer, update)
     keras_internals.AVERAGE.set(optimizer, average)
+
+
+def _without_overwritten(variables: Sequence[keras.Variable], pipeline: GradientPipeline) -> Sequence[keras.Variable]:
+    """The variables whose gradients Keras does not assign to them, as it does with the scales of float8."""
+    others = [variable for variable in variables if not getattr(variable, "overwrite_with_gradient", False)]
+    if len(others) < len(variables) and pipeline.reduce.collectives.reduces:
+        raise UsageError(
+            "float8 is not supported on several ranks: its scales are maxima over a batch, of which each rank would have "
+            f"its own. Received: {len(variables) - len(others)} such variables. Train in bfloat16 "
+            "(keras.config.set_dtype_policy('mixed_bfloat16')), or on one rank."
+        )
+    return others
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Which metrics can be reduced over ranks: those whose state is a sum over samples."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,14 +73,40 @@ def require_sums(model: keras.Model) -> bool:
     for metric in model.metrics:
         for variable in metric.variables:
             if np.any(variable.numpy()):
-                raise UsageError(
-                    f"{_RULE} Received: metric {metric.name!r}, whose variable {variable.path!r} starts at another "
-                    f"value. {_REMEDY}"
-                )
+                raise _another_start(metric, variable)
     unchecked = [metric for metric in _of_the_user(model) if "hvdtrain_sum_check" not in vars(metric)]
     for metric in unchecked:
         vars(metric)["hvdtrain_sum_check"] = SumCheck(metric)  # past Keras' __setattr__, which looks for variables
     return bool(unchecked)
+
+
+def require_sums_from_the_start(model: keras.Model) -> None:
+    """Refuses metrics of the user's whose state starts at another value than 0 when it is created.
+
+    Keras creates the state of compiled metrics in the first step, after the reset at the begin of an epoch.
+
+    Raises:
+        UsageError: a metric's state does not start at 0.
+    """
+    for metric in _of_the_user(model):
+        fresh = _made_again(metric)
+        for variable in [] if fresh is None else fresh.variables:
+            if np.any(variable.numpy()):
+                raise _another_start(metric, variable)
+
+
+def _made_again(metric: keras.Metric) -> keras.Metric | None:
+    """Another metric of the same kind; None if it cannot be made."""
+    for make in (lambda: type(metric).from_config(metric.get_config()), type(metric)):
+        with contextlib.suppress(Exception):
+            return make()
+    return None
+
+
+def _another_start(metric: keras.Metric, variable: keras.Variable) -> UsageError:
+    return UsageError(
+        f"{_RULE} Received: metric {metric.name!r}, whose variable {variable.path!r} starts at another value. {_REMEDY}"
+    )
 
 
 def violations(model: keras.Model) -> np.ndarray:

@@ -21,6 +21,7 @@ from hvdtrain.training.equality.samples import Samples, gather_samples
 from hvdtrain.training.equality.updates import Update
 from hvdtrain.training.equality.ways import CheckedStep, Outcome
 from hvdtrain.training.equality.written_variables import WrittenVariables
+from hvdtrain.training.metric_state import require_sums_from_the_start
 
 _SAME_SAMPLES = (
     "ranks must train on different samples. Received: the same batch on every rank. Pass the data through "
@@ -78,8 +79,10 @@ class StepCheck:
 
         Raises:
             DivergenceError: on every rank: replicas are not equal any more.
+            UsageError: on every rank: a metric's state does not start at 0.
         """
         self._require_equal_replicas()
+        require_sums_from_the_start(self._model)
         samples = gather_samples(batch, self._collectives)
         if samples is None:
             return Finding({}, unchecked="a rank has no samples")
