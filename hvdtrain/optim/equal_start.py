@@ -27,9 +27,8 @@ class EqualStart:
     ) -> None:
         """Compares at the first reduction which variables have gradients, see :func:`require_same_gradients`."""
         if not self._is_compared:
-            require_same_gradients(
-                places, [getattr(variable, "path", variable.name) for variable in variables], collectives
-            )
+            names = [getattr(variable, "path", variable.name) for variable in variables]
+            require_same_gradients(places, names, collectives)
 
     def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
         """Compares the variables at the first call. All ranks must call it when they trace or make their first step.

@@ -362,8 +362,8 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
         known = (
             keras_internals.TRAINABLE_VARIABLES.of(optimizer) if trainable_variables is None else trainable_variables
         )
-        variables = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
-        variables = _without_overwritten(variables, require_pipeline(optimizer))
+        found = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
+        variables = _without_overwritten(found, require_pipeline(optimizer))
         applied.append(Applied(optimizer, variables))
         if (scope := current_scope()) is not None:
             scope.applied.append(applied[-1])
@@ -420,7 +420,7 @@ def _without_overwritten(variables: Sequence[keras.Variable], pipeline: Gradient
     others = [variable for variable in variables if not getattr(variable, "overwrite_with_gradient", False)]
     if len(others) < len(variables) and pipeline.reduce.collectives.reduces:
         raise UsageError(
-            "float8 is not supported on several ranks: its scales are maxima over a batch, of which each rank would have "
+            "float8 is not supported on several ranks: its scales are maxima over a batch, and each rank would have "
             f"its own. Received: {len(variables) - len(others)} such variables. Train in bfloat16 "
             "(keras.config.set_dtype_policy('mixed_bfloat16')), or on one rank."
         )
