@@ -9,11 +9,11 @@ pytestmark = pytest.mark.slow
 JOBS = {
     ("numerics+large_messages", 2): 32,
     ("options+averager", 2): 27,
-    ("optimizer+balancing", 2): 56,
+    ("optimizer+balancing", 2): 49,
     ("training", 2): 37,
     ("faults+few_bits", 2): 30,
     ("callbacks+metrics", 2): 50,
-    ("fit+equality", 2): 33,
+    ("fit+equality", 2): 54,
     ("resume", 2): 11,
     ("local_sgd", 2): 26,
     ("subsets", 4): 13,
