@@ -9,9 +9,10 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.keras_calls import run_train_step
-from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.optim.pipeline import GradientPipeline, pipelines_of
 from hvdtrain.training.equality.scheduled_check import ScheduledCheck
 from hvdtrain.training.equality.step_check import StepCheck
+from hvdtrain.training.losses import sums_over_batch
 
 
 def check_of_model(
@@ -31,9 +32,7 @@ def check_of_model(
         report: receives, on rank 0, what users should know.
     """
     pipelines = pipelines_of(model)
-    is_exact = bool(pipelines) and all(
-        pipeline.reduce.config.is_linear and not pipeline.reduce.local_variables() for _, pipeline in pipelines
-    )
+    is_exact = bool(pipelines) and all(_is_exact(model, pipeline) for _, pipeline in pipelines)
     if on_unequal == "ignore" or collectives.size == 1 or collectives.may_change or not is_exact:
         return None
 
@@ -44,3 +43,10 @@ def check_of_model(
     return ScheduledCheck(
         check, batches, collectives, on_unequal=on_unequal, how_to_continue=how_to_continue, report=report
     )
+
+
+def _is_exact(model: keras.Model, pipeline: GradientPipeline) -> bool:
+    """Whether updates are meant to be those of one process."""
+    op = pipeline.reduce.config.op
+    is_whole = op == "average" or (op == "sum" and sums_over_batch(model, op, gradient_accumulation_steps=1))
+    return is_whole and not pipeline.reduce.local_variables()
