@@ -4,8 +4,7 @@ import inspect
 from unittest import mock
 
 import keras
-from programs import PROGRAMS
-from programs.compiled_models import LOSS_WEIGHTS, several_outputs_with_loss_weights
+from programs import LOSS_WEIGHTS, PROGRAMS
 
 import hvdtrain
 from hvdtrain.data import Arrays, Data
@@ -44,7 +43,7 @@ def as_task(program):
         model=make_model,
         data=lambda data_dir: Data(parts()[1]),
         loss=lambda: parts()[2].get("loss"),
-        loss_weights=LOSS_WEIGHTS if program is several_outputs_with_loss_weights else None,
+        loss_weights=LOSS_WEIGHTS.get(program.__name__),
         metrics=lambda: parts()[2].get("metrics", []),
         optimizer=lambda: parts()[2].get("optimizer", keras.optimizers.RMSprop()),
     )

@@ -6,14 +6,35 @@ its targets. None has a random layer: those draw other numbers on each rank than
 The first line of a program's docstring stands in docs/conformance.md.
 """
 
-from programs import compiled_models, own_train_steps, used_gradients, whole_batch
+from programs import (
+    compiled_models,
+    metric_learning,
+    own_train_steps,
+    reinforcement_learning,
+    sequence_models,
+    several_optimizers,
+    used_gradients,
+    vision_models,
+    whole_batch,
+)
 
 PROGRAMS = [
     *compiled_models.PROGRAMS,
     *own_train_steps.PROGRAMS,
     *used_gradients.PROGRAMS,
     *whole_batch.PROGRAMS,
+    *vision_models.PROGRAMS,
+    *sequence_models.PROGRAMS,
+    *metric_learning.PROGRAMS,
+    *reinforcement_learning.PROGRAMS,
+    *several_optimizers.PROGRAMS,
 ]
+
+LOSS_WEIGHTS = {
+    "several_outputs_with_loss_weights": compiled_models.LOSS_WEIGHTS,
+    "detection_with_several_losses": vision_models.DETECTION_WEIGHTS,
+}
+"""The weights of the losses of programs that pass them to ``compile``: a task has a field for them."""
 
 ADAPTIVE_WITH_EMBEDDINGS = {
     "language_model_with_masks",
@@ -21,6 +42,7 @@ ADAPTIVE_WITH_EMBEDDINGS = {
     "bidirectional_lstm_with_masks",
     "sequence_to_sequence",
     "several_outputs_with_loss_weights",
+    "bags_of_words",
 }
 """Programs whose embeddings plain Keras trains otherwise, because it does not add up the entries of a row."""
 
@@ -33,6 +55,14 @@ REFUSED = {
 REFUSED_AS_TASK = {
     **REFUSED,
     "moving_average_and_schedule": "a task's optimizer must have a number for its learning rate",
-    "generative_adversarial_network": "a task's model must have Keras' compile",
+    **dict.fromkeys(
+        (
+            "generative_adversarial_network",
+            "wasserstein_gan_with_gradient_penalty",
+            "cycle_consistent_gan",
+            "proximal_policy_optimization",
+        ),
+        "a task's model must have Keras' compile",
+    ),
 }
 """Those that ``--task`` refuses. A Task has one optimizer, and its schedules are options."""
