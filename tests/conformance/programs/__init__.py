@@ -7,7 +7,9 @@ The first line of a program's docstring stands in docs/conformance.md.
 """
 
 from programs import (
+    adapted_weights,
     compiled_models,
+    generative_models,
     metric_learning,
     own_train_steps,
     reinforcement_learning,
@@ -25,9 +27,11 @@ PROGRAMS = [
     *whole_batch.PROGRAMS,
     *vision_models.PROGRAMS,
     *sequence_models.PROGRAMS,
+    *generative_models.PROGRAMS,
     *metric_learning.PROGRAMS,
     *reinforcement_learning.PROGRAMS,
     *several_optimizers.PROGRAMS,
+    *adapted_weights.PROGRAMS,
 ]
 
 LOSS_WEIGHTS = {
