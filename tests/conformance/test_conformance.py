@@ -16,7 +16,7 @@ def test_programs_on_two_ranks(tmp_path):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_programs_in_all_ways(ranks, tmp_path):
     more = ["-m", "long or not long"]
-    run_cases("programs", *more, ranks=ranks, minimum=NUM_CASES, folder=tmp_path, timeout_s=1800)
+    run_cases("programs", *more, ranks=ranks, minimum=NUM_CASES, folder=tmp_path, timeout_s=7200)
 
 
 @pytest.mark.long
