@@ -75,6 +75,24 @@ def test_what_a_step_draws_is_no_difference():
     assert finding.largest < 1e-5
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_activation_that_rounding_switches_is_no_difference(seed):
+    """A ReLU that changes its side changes the gradient by far more than rounding."""
+    keras.utils.set_random_seed(seed)
+    hidden = inputs = layers.Input((32, 32, 3))
+    for width in (16, 32, 64):
+        hidden = layers.Conv2D(width, 3, padding="same", strides=1 + (width > 16))(hidden)
+        hidden = layers.ReLU()(layers.BatchNormalization()(hidden))
+    model = keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(hidden)))
+    sparse = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam()), sparse)
+    hvdtrain.broadcast(model)
+    generator = np.random.default_rng([seed, RANK])
+    images, labels = generator.normal(size=(32, 32, 32, 3)).astype("float32"), generator.integers(0, 10, 32)
+    finding = StepCheck(model.train_step, model, COLLECTIVES).run((images, labels))
+    assert (finding.unequal, finding.unchecked) == (None, None)
+
+
 def state_of(model) -> list:
     generator = np.random.get_state()
     variables = [each.numpy() for each in (*model.variables, *optimizer_variables(model))]

@@ -185,7 +185,7 @@ class CheckedStep:
         return max((leaf.gradient_accumulation_steps or 1 for leaf in leaves_of(self._model)), default=1)
 
     def _perturb_weights(self, units: float) -> None:
-        generator = np.random.RandomState(0)
+        generator = np.random.RandomState(int(units))
         for variable in self._model.trainable_variables:
             if keras.backend.is_float_dtype(variable.dtype):
                 own = variable.numpy()
