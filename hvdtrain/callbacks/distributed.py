@@ -13,9 +13,9 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.replica_consistency import first_difference, share_statistics, shared_statistics
+from hvdtrain.distributed.replica_consistency import require_equal_variables, share_statistics, shared_statistics
 from hvdtrain.distributed.shards import whole_variables
-from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.equal_steps import EqualSteps, require_equal_decisions
 from hvdtrain.optim.pipeline import require_pipelines
@@ -176,14 +176,13 @@ class DistributedCallbacks(keras.callbacks.Callback):
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]
         if not any(are_local):
             variables += whole_variables(self.model.optimizer.variables)
-        difference = first_difference(variables, self._collectives)
-        if difference is not None:
-            path, ranks = difference
-            raise DivergenceError(
-                f"replicas must be equal. After the first epoch, variable {path!r} of {ranks} differs from the other "
-                "ranks'. It was changed other than by the model's distributed optimizer: wrap every optimizer in "
-                "hvdtrain.DistributedOptimizer."
-            )
+        require_equal_variables(
+            variables,
+            self._collectives,
+            when="After the first epoch,",
+            cause="It was changed other than by the model's distributed optimizer: wrap every optimizer in "
+            "hvdtrain.DistributedOptimizer.",
+        )
 
     def _agree_on_stopping(self) -> None:
         # A callback may decide by its rank's clock: that rank would stop, and the others would wait for it forever.

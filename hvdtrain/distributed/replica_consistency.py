@@ -230,12 +230,31 @@ def require_equal_replicas(
     variables = [*model.weights, *([] if weights_only else whole_variables(optimizer_variables(model)))]
     require_equal_adapted_layers(model, collectives, step)
     with shared_statistics(model, collectives):
-        difference = first_difference(variables, collectives)
+        require_equal_variables(
+            variables,
+            collectives,
+            when=f"At step {step}",
+            cause="It was changed other than by the optimizer, or memory is faulty.",
+        )
+
+
+def require_equal_variables(
+    variables: Sequence[keras.Variable], collectives: Collectives, *, when: str, cause: str
+) -> None:
+    """Compares variables over ranks; all ranks must call it.
+
+    Args:
+        when: begins the sentence that says what differs.
+        cause: the sentence after it.
+
+    Raises:
+        DivergenceError: on every rank, naming the rank and the variable that differ.
+    """
+    difference = first_difference(variables, collectives)
     if difference is not None:
         path, ranks = difference
         raise DivergenceError(
-            f"replicas must be equal. At step {step} variable {path!r} of {ranks} differs from the other ranks'. It "
-            "was changed other than by the optimizer, or memory is faulty."
+            f"replicas must be equal. {when} variable {path!r} of {ranks} differs from the other ranks'. {cause}"
         )
 
 

@@ -6,26 +6,35 @@ import tensorflow as tf
 
 
 class KeptBatch:
-    """Keeps the first batch that a step receives after :meth:`want`."""
+    """Keeps the first batch that a step receives after :meth:`want`; does nothing in a step before :meth:`enable`."""
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("CPU"):
-            self._is_wanted = tf.Variable(False, trainable=False)
+        self._is_wanted: tf.Variable | None = None
         self._batch: Any = None
+
+    def enable(self) -> None:
+        """Before steps are traced: batches will be wanted."""
+        if self._is_wanted is None:
+            with tf.init_scope(), tf.device("CPU"):
+                self._is_wanted = tf.Variable(False, trainable=False)
 
     def want(self) -> None:
         """Before a call of compiled steps: keep a batch."""
+        assert self._is_wanted is not None
         self._batch = None
         self._is_wanted.assign(True)
 
     def take(self) -> Any:
         """After the call: the batch; None if no step was made."""
+        assert self._is_wanted is not None
         self._is_wanted.assign(False)
         batch, self._batch = self._batch, None
         return batch
 
     def observe(self, data: Any) -> None:
         """In a step, at its begin."""
+        if self._is_wanted is None:
+            return
         flat = tf.nest.flatten(data, expand_composites=True)
         tensors = [tf.convert_to_tensor(each) for each in flat if each is not None]
 

@@ -135,10 +135,8 @@ def _run_in_fit(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
     if not pipelines:
         return run_guarded(model, functools.partial(run_train_step, model, train_step), data)
     _, first = pipelines[0]
-    weight = None
-    if first.reduce.collectives.reduces:
-        first.batches.observe(data)
-        weight = batch_weight(data, pipelines)
+    first.batches.observe(data)
+    weight = batch_weight(data, pipelines) if first.reduce.collectives.reduces else None
     if weight is None:
         return run_train_step(model, train_step, data)
     for optimizer in optimizers_of(model):

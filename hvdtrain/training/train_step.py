@@ -407,8 +407,7 @@ class TrainStep:
         return self._times
 
     def _train_on_batch(self, data: Any, sample_weight: tf.Tensor) -> None:
-        if self._collectives.reduces:
-            self.batches.observe(data)
+        self.batches.observe(data)
         if self._snapshot is not None:
             self._snapshot.take()
         if self._compiles_update:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from models import SHARED_GPUS
+from models import SHARED_GPUS, relative_difference, values
 
 import hvdtrain
 from hvdtrain.distributed import runtime
@@ -307,3 +307,26 @@ def test_ranks_have_gradients_of_the_same_variables():
     gradients = tape.gradient(loss, model.trainable_variables)
     with pytest.raises(UsageError, match=r"has one on rank 0, and none on rank"):
         model.optimizer.apply(gradients, model.trainable_variables)
+
+
+def test_batches_of_different_sizes_are_weighted_by_their_samples():
+    """Rank r has r + 1 times as many samples in each step as rank 0."""
+    sizes = [2 * (rank + 1) for rank in range(SIZE)]
+    steps = len(FEATURES) // sum(sizes)
+    first = sum(sizes[:RANK])
+    own = np.concatenate([np.arange(first, first + sizes[RANK]) + step * sum(sizes) for step in range(steps)])
+    alone, together = network(), network()
+    alone.compile(keras.optimizers.SGD(0.1), mean_square)
+    used = steps * sum(sizes)
+    alone.fit(FEATURES[:used], TARGETS[:used], batch_size=sum(sizes), shuffle=False, verbose=0)
+    together.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)), mean_square)
+    hvdtrain.broadcast(together)
+    together.fit(FEATURES[own], TARGETS[own], batch_size=sizes[RANK], shuffle=False, verbose=0)
+    assert relative_difference(values(together.weights), values(alone.weights)) < 1e-5
+
+
+def test_float8_is_refused_in_one_line():
+    model = keras.Sequential([layers.Input((16,)), layers.Dense(16)])
+    model.quantize("float8")
+    with pytest.raises(UsageError, match="float8 is not supported on several ranks"):
+        fit(model, x=np.repeat(X[:, :1], 16, 1), y=np.repeat(Y, 16, 1))

@@ -13,7 +13,7 @@ JOBS = {
     ("training", 2): 37,
     ("faults+few_bits", 2): 30,
     ("callbacks+metrics", 2): 50,
-    ("fit+equality", 2): 56,
+    ("fit+equality", 2): 58,
     ("resume", 2): 11,
     ("local_sgd", 2): 26,
     ("subsets", 4): 13,

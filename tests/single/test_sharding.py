@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 import tensorflow as tf
 
 import hvdtrain
@@ -92,3 +93,10 @@ def test_one_rank_gets_everything():
     x, y = hvdtrain.shard(np.arange(5), np.arange(5))
     assert len(x) == len(y) == 5
     assert hvdtrain.shard(np.arange(5)).tolist() == list(range(5))
+
+
+def test_ragged_tensors_and_sparse_matrices():
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0]])
+    assert [part.to_list() for (part,) in shards(ragged)] == [[[1.0]], [[2.0, 3.0]], [[4.0]]]
+    sparse = scipy.sparse.csr_matrix(np.eye(4))
+    assert [part.toarray().argmax(1).tolist() for (part,) in shards(sparse)] == [[0], [1], [2]]

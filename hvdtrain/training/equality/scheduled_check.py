@@ -46,6 +46,7 @@ class ScheduledCheck:
     ):
         self._check = check
         self._batches = batches
+        batches.enable()
         self._collectives = collectives
         self._on_unequal = on_unequal
         self._how_to_continue = how_to_continue

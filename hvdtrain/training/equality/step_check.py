@@ -10,9 +10,8 @@ import numpy as np
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import optimizer_variables
-from hvdtrain.distributed.replica_consistency import differing, first_difference, share
+from hvdtrain.distributed.replica_consistency import differing, require_equal_variables, share
 from hvdtrain.distributed.shards import whole_variables
-from hvdtrain.errors import DivergenceError
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.draws import Draws
@@ -113,14 +112,13 @@ class StepCheck:
 
     def _require_equal_replicas(self) -> None:
         variables = [*self._model.trainable_weights, *whole_variables(optimizer_variables(self._model))]
-        difference = first_difference(variables, self._collectives)
-        if difference is not None:
-            path, ranks = difference
-            raise DivergenceError(
-                f"replicas must be equal. After a step, variable {path!r} of {ranks} differs from the other ranks'. It "
-                "was changed other than by gradients that are the same on all ranks: by a gradient that was not "
-                "reduced, or by an optimizer that is not wrapped in hvdtrain.DistributedOptimizer."
-            )
+        require_equal_variables(
+            variables,
+            self._collectives,
+            when="After a step,",
+            cause="It was changed other than by gradients that are the same on all ranks: by a gradient that was not "
+            "reduced, or by an optimizer that is not wrapped in hvdtrain.DistributedOptimizer.",
+        )
 
     def _compare(self, samples: Samples, draws: Draws, whole: Outcome) -> Finding:
         comparison = Comparison(whole, self._step.epsilon)

@@ -4,21 +4,14 @@ import keras
 import tensorflow as tf
 from keras import layers, optimizers
 
+from programs.mean_loss import ReportsMeanLoss
 from programs.samples import CLASSES, FEATURES, LABELS, cross_entropy
 
 
-class UsesGradients(keras.Model):
+class UsesGradients(ReportsMeanLoss, keras.Model):
     """Its train_step uses the gradients before it applies them: ``used`` says how."""
 
     used = staticmethod(lambda gradients: gradients)
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.mean_loss = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.mean_loss]
 
     def train_step(self, data):
         x, y = data
@@ -30,10 +23,6 @@ class UsesGradients(keras.Model):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
         return loss, tape.gradient(loss, self.trainable_variables)
-
-    def results(self, loss):
-        self.mean_loss.update_state(loss)
-        return {"loss": self.mean_loss.result()}
 
 
 def classifier(kind):
