@@ -75,7 +75,8 @@ def test_what_a_step_draws_is_no_difference():
     assert finding.largest < 1e-5
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+# With 11, an activation changed its side on a processor with AVX-512; others round otherwise.
+@pytest.mark.parametrize("seed", [0, 11])
 def test_an_activation_that_rounding_switches_is_no_difference(seed):
     """A ReLU that changes its side changes the gradient by far more than rounding."""
     keras.utils.set_random_seed(seed)
