@@ -72,9 +72,8 @@ def test_a_wait_free_job_is_stopped_or_killed_and_resumes(fault, launcher, tmp_p
     run_dir = tmp_path / "run"
     # At the end of the first round after EVERY steps, whose number varies.
     checkpoint = run_dir / "checkpoints" / ("step-" + 8 * "?")
-    # The steps of this rank: by then, the run has made more than EVERY.
-    spec = {"step": 70, "checkpoint": str(checkpoint)} if fault == "SIGKILL" else {}
-    job, _ = start(run_dir, fault, more=more, launcher=launcher, **spec)
+    # The steps of this rank; the run, which counts those of both, has by then made EVERY at least.
+    job, _ = start(run_dir, fault, more=more, launcher=launcher, step=70, checkpoint=str(checkpoint))
     done = job.end(90)
     # horovodrun --gloo returns 1 for any failure.
     assert fault == "SIGKILL" or done.code == (75 if launcher == "mpirun" else 1), done.output
