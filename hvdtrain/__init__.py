@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from hvdtrain.tasks.task import Task
     from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
     from hvdtrain.training.equality.verify import verify
+    from hvdtrain.training.evaluation import evaluate
+    from hvdtrain.training.prediction import predict
     from hvdtrain.training.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -77,8 +79,10 @@ __all__ = [
     "data",
     "elastic",
     "errors",
+    "evaluate",
     "gather",
     "init",
+    "predict",
     "process_set",
     "run",
     "shard",
@@ -118,8 +122,10 @@ _MODULES = {
     "WholeBatch": "optim.whole_batch",
     "average": "optim.gathering",
     "broadcast": "distributed.replica_consistency",
+    "evaluate": "training.evaluation",
     "gather": "optim.gathering",
     "init": "distributed.runtime",
+    "predict": "training.prediction",
     "process_set": "distributed.runtime",
     "run": "system.function_job",
     "shard": "data.sharding",

@@ -36,6 +36,8 @@ def distributed(
       ``only_on_rank_zero = True``) and the progress bar run on rank 0 only.
     * At the end of an epoch and in its validation, the model has the statistics (BatchNormalization's) of all ranks.
     * Ranks that would make different numbers of steps are refused before the first step.
+    * ``model.evaluate(…, callbacks=hvdtrain.callbacks.distributed())``, with each rank's part of the data, returns the
+      values over the samples of all ranks, on every rank.
 
     Your own callback with hooks at training batches costs two small reductions per batch.
 
@@ -69,6 +71,8 @@ class DistributedCallbacks(keras.callbacks.Callback):
         self._metrics = MetricAverageCallback(collectives)
         self._own = [each for each in callbacks if collectives.rank == 0 or not only_writes(each)]
         self._is_in_epoch = False
+        self.evaluated_values: dict[str, Any] = {}
+        """Those of the last ``model.evaluate``, over all ranks."""
         self._statistics = ExitStack()
         for each in self._own:
             if collectives.rank > 0 and isinstance(getattr(each, "verbose", None), int):
@@ -111,9 +115,17 @@ class DistributedCallbacks(keras.callbacks.Callback):
         if self._is_in_epoch:
             self._metrics.on_test_begin()
             self._meet("starts its validation")
+        else:
+            self._metrics.evaluation_begins()
+            self._statistics.enter_context(shared_statistics(self.model, self._collectives))
         self._forward("on_test_begin", logs)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if not self._is_in_epoch:
+            self._statistics.close()
+            self.evaluated_values = self._metrics.evaluated(logs or {})
+            if logs is not None:
+                logs.update(self.evaluated_values)
         self._forward("on_test_end", logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

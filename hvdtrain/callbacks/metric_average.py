@@ -48,16 +48,27 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._is_in_epoch = False
         if logs is not None:
-            logs.update(self._over_ranks(logs))
+            logs.update(self._over_ranks(logs, "values at the end of an epoch"))
+
+    def evaluation_begins(self) -> None:
+        """Before an evaluation outside of training; all ranks must call it."""
+        self.model.reset_metrics()
+        if require_sums(self.model):
+            self.model.make_test_function(force=True)
+        self._training = None
+
+    def evaluated(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """The values of such an evaluation over all ranks; all ranks must call it."""
+        return {**logs, **self._over_ranks(logs, "values of model.evaluate")}
 
     def batch_values(self, logs: dict[str, Any]) -> dict[str, Any]:
         """The values of the epoch so far over all ranks; all ranks must call it."""
         results = results_of(self.model, self._collectives.sum(sums(self.model)))
         return {name: value for name, value in results.items() if name in logs}
 
-    def _over_ranks(self, logs: dict[str, Any]) -> dict[str, Any]:
+    def _over_ranks(self, logs: dict[str, Any], what: str) -> dict[str, Any]:
         # Without this, ranks that reduce different values would wait for each other.
-        require_agreement("values at the end of an epoch", {"values": sorted(logs)}, self._collectives)
+        require_agreement(what, {"values": sorted(logs)}, self._collectives)
         state = {"": sums(self.model)} if self._training is None else {"": self._training, "val_": sums(self.model)}
         found = {f"{prefix}{name}": 0 for prefix, local in state.items() for name in results_of(self.model, local)}
         others = sorted(name for name, value in logs.items() if name not in found and isinstance(value, float | int))

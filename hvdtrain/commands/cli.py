@@ -15,7 +15,7 @@ from cyclopts import App, CycloptsError, Parameter, UnknownOptionError
 from cyclopts.argument import ArgumentCollection
 
 from hvdtrain.commands.bench.config import BenchConfig
-from hvdtrain.commands.config import EvalConfig, ExportConfig, RunConfig, TaskConfig
+from hvdtrain.commands.config import EvalConfig, ExportConfig, PredictConfig, RunConfig, TaskConfig
 from hvdtrain.config.fields import Config, as_dict, did_you_mean, shown
 from hvdtrain.config.loading import read_options
 from hvdtrain.config.unknown_options import hint_for
@@ -29,7 +29,7 @@ from hvdtrain.system.tensorflow_start import import_tensorflow
 from hvdtrain.tasks.names import require_task
 
 # The modules that run commands on all ranks. They import TensorFlow, and are only loaded when their command is run.
-_MODULES = {"train": "train", "eval": "evaluate", "bench": "bench.command", "export": "export"}
+_MODULES = {"train": "train", "eval": "evaluate", "predict": "predict", "bench": "bench.command", "export": "export"}
 # Those of commands that need neither ranks nor TensorFlow.
 _LOCAL_MODULES = {
     "launch": "launch",
@@ -55,6 +55,10 @@ def train(*, config: RunConfig = RunConfig(), config_file: ConfigFile = None) ->
 
 def evaluate(*, config: EvalConfig = EvalConfig()) -> None:
     """Evaluate a run's checkpoint, or each new one with --watch, on all ranks."""
+
+
+def predict(*, config: PredictConfig = PredictConfig()) -> None:
+    """Write the predictions of a run's model to a file, computed on all ranks."""
 
 
 def bench(*, config: BenchConfig = BenchConfig()) -> None:
@@ -146,6 +150,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="
 _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train,
     "eval": evaluate,
+    "predict": predict,
     "bench": bench,
     "export": export,
     "doctor": doctor,

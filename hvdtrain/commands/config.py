@@ -95,3 +95,20 @@ class ExportConfig(TrainedRunConfig):
     """Format to write."""
     output: str | None = None
     """Path or URL to write it to; must not exist yet (default: export… in the run's folder)."""
+
+
+@Parameter(name="*", group=help_group("Run"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictConfig(TrainedRunConfig):
+    """All options of ``python -m hvdtrain predict``."""
+
+    output: str = ""
+    """File or URL to write the predictions to: .npy, .csv or .parquet. Required."""
+    split: Literal["evaluation", "training"] = "evaluation"
+    """The task's samples to predict for, in their order."""
+    batch_size: int | None = None
+    """Samples per rank and batch (default: the run's)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "batch_size", lambda value: value >= 1, "at least 1")

@@ -21,7 +21,7 @@ from hvdtrain.loggers.json_lines import JsonLinesReporter
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.optim.ema import keeps_ema
-from hvdtrain.training.callbacks import RankCallbacks
+from hvdtrain.training.callbacks import NoTestCallbacks
 from hvdtrain.training.eval_step import build_metrics
 from hvdtrain.training.evaluator import Evaluator
 
@@ -46,14 +46,13 @@ def _evaluate_run(config: EvalConfig, files: RunFiles, session: Session) -> None
     collectives, job_watch = session.collectives, session.job_watch
     trained = open_run(files, config.task, config.data_dir, collectives)
     evaluator = _make_evaluator(trained, config.batch_size, session)
-    callbacks = RankCallbacks([], trained.model, collectives, total_steps=1, steps_per_epoch=1)
     reporter = _make_reporter(files, collectives)
     step = -1
     while not job_watch.check():
         newest = on_first_rank(lambda: open_folder(files.checkpoints).newest_step(), collectives)
         if not config.watch or (newest is not None and newest > step):
             step = trained.load(config.checkpoint).step
-            values = evaluator.run(callbacks, step)
+            values = evaluator.run(NoTestCallbacks(), step)
             if values is not None:
                 reporter.evaluated(step, values)
                 if collectives.rank == 0:

@@ -41,6 +41,7 @@ from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.batch_weights import batch_weight, weighted
 from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
+from hvdtrain.optim.evaluated_values import with_values_over_ranks
 from hvdtrain.optim.lone_training import run_guarded
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import (
@@ -176,6 +177,7 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
 keras.Model.fit = with_equal_ranks(global_loss.with_loss_errors(keras.Model.fit))
+keras.Model.evaluate = with_values_over_ranks(keras.Model.evaluate)
 keras_internals.ADDITIONAL_LOSS.set(keras.Model, _add_share_of_loss)
 keras_internals.COMPUTE_LOSS.set(keras.Model, _compute_one_number)
 

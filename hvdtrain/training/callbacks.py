@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -14,6 +14,29 @@ from hvdtrain.training.rank_policy import TEST_BATCH_HOOKS, only_writes, overrid
 
 # The attributes of these are their position in a file, not the state of the run.
 _WITHOUT_STATE = (keras.callbacks.CSVLogger, keras.callbacks.ProgbarLogger, keras.callbacks.TensorBoard)
+
+
+class TestCallbacks(Protocol):
+    """What an evaluation calls."""
+
+    use_test_batches: bool
+    """Whether it calls callbacks at each batch."""
+
+    def test_begins(self) -> None: ...
+    def test_batch_begins(self, batch: int) -> None: ...
+    def test_batch_ends(self, batch: int) -> None: ...
+    def test_ends(self, values: Mapping[str, float]) -> None: ...
+
+
+class NoTestCallbacks:
+    """An evaluation without callbacks."""
+
+    use_test_batches = False
+
+    def test_begins(self) -> None: ...
+    def test_batch_begins(self, batch: int) -> None: ...
+    def test_batch_ends(self, batch: int) -> None: ...
+    def test_ends(self, values: Mapping[str, float]) -> None: ...
 
 
 class RankCallbacks:

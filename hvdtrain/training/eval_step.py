@@ -16,12 +16,12 @@ class EvalStep:
     """Runs a compiled model's ``test_step``."""
 
     def __init__(self, model: keras.Model):
-        self._model = model
         model.jit_compile = False
         model.steps_per_execution = 1
         self.returned = ReturnedResults()
         """What the model's ``test_step`` returns."""
         make_test_function(model, partial(self.returned.run, model))
+        self._function = model.test_function
 
     def run(self, iterator: Iterator[Any]) -> None:
         """Updates the model's metrics with the iterator's next batch.
@@ -29,7 +29,7 @@ class EvalStep:
         Raises:
             StopIteration, tf.errors.OutOfRangeError: there is none.
         """
-        self._model.test_function(iterator)
+        self._function(iterator)
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:

@@ -10,7 +10,7 @@ from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.ema import ema_weights
-from hvdtrain.training.callbacks import RankCallbacks
+from hvdtrain.training.callbacks import TestCallbacks
 from hvdtrain.training.eval_step import EvalStep
 from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.metrics import results_if_complete
@@ -23,6 +23,7 @@ class Evaluator:
         uses_ema: evaluate with the EMA of the weights in place of the weights.
         synchronized: a context in which the model holds synchronized values.
         job_watch: receives heartbeats; an evaluation is cut short if the job has to stop.
+        step: of this model (default: one that is compiled now).
     """
 
     def __init__(
@@ -34,16 +35,17 @@ class Evaluator:
         uses_ema: bool,
         synchronized: Callable[[], AbstractContextManager[None]],
         job_watch: JobWatch,
+        step: EvalStep | None = None,
     ):
         self._model = model
-        self._step = EvalStep(model)
+        self._step = step or EvalStep(model)
         self._feed = feed
         self._collectives = collectives
         self._uses_ema = uses_ema
         self._synchronized = synchronized
         self._job_watch = job_watch
 
-    def run(self, callbacks: RankCallbacks, step: int) -> dict[str, float] | None:
+    def run(self, callbacks: TestCallbacks, step: int) -> dict[str, float] | None:
         """Counts each sample once; the results are the same on every rank. All ranks must call it.
 
         Returns:
@@ -58,7 +60,7 @@ class Evaluator:
             for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
                 variable.assign(value)
 
-    def _run(self, callbacks: RankCallbacks, step: int) -> dict[str, float] | None:
+    def _run(self, callbacks: TestCallbacks, step: int) -> dict[str, float] | None:
         callbacks.test_begins()
         self._model.reset_metrics()
         require_sums(self._model)
@@ -71,7 +73,7 @@ class Evaluator:
             callbacks.test_ends(results)
         return results
 
-    def _evaluate_share(self, callbacks: RankCallbacks, step: int) -> bool:
+    def _evaluate_share(self, callbacks: TestCallbacks, step: int) -> bool:
         """Returns whether the whole share was evaluated."""
         self._feed.restart()
         batch = 0

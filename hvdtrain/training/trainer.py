@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import keras
@@ -27,6 +28,7 @@ from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.equality.model_check import check_of_model
 from hvdtrain.training.equality.scheduled_check import ScheduledCheck
+from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.evaluator import Evaluator
 from hvdtrain.training.gradient_record import make_record
 from hvdtrain.training.guards import Guards
@@ -34,6 +36,7 @@ from hvdtrain.training.members import make_members
 from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.parts import make_parts
 from hvdtrain.training.plan import sample_plan, total_steps
+from hvdtrain.training.prediction import predict
 from hvdtrain.training.preparation import create_metrics, prepare_ranks
 from hvdtrain.training.report import TrainingReport, console_of_rank
 from hvdtrain.training.resolution import resolve
@@ -216,6 +219,34 @@ class Trainer:
             if self._reports_all:
                 self._reporter.close()
         return summary
+
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Loss and metrics of the model over all samples, equal on every rank. All ranks must call it.
+
+        Args:
+            data: as for :func:`hvdtrain.evaluate` (default: the trainer's evaluation samples).
+
+        Raises:
+            UsageError: the trainer has none.
+        """
+        samples = self._data.evaluation if data is None else data
+        if samples is None:
+            raise UsageError("evaluate needs samples: the trainer has none to evaluate on. Received: no data.")
+        return evaluate(self.model, samples, batch_size=self.config.batch_size, collectives=self._collectives)
+
+    def predict(self, data: Any, *, output: str | Path | None = None, on_all_ranks: bool = False) -> Any:
+        """Predictions of the model for all samples, in their order. All ranks must call it.
+
+        The arguments, and what it returns, are those of :func:`hvdtrain.predict`.
+        """
+        return predict(
+            self.model,
+            data,
+            batch_size=self.config.batch_size,
+            output=output,
+            on_all_ranks=on_all_ranks,
+            collectives=self._collectives,
+        )
 
     def _fit(self, on_start: Callable[[Restored | None], None]) -> dict[str, Any]:
         on_start(restored := self._prepare())

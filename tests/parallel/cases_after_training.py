@@ -1,0 +1,275 @@
+"""On all ranks: evaluation and prediction, with the values of one process."""
+
+import csv
+import shutil
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, samples
+
+import hvdtrain
+from hvdtrain.data import Arrays, Data
+from hvdtrain.distributed import runtime
+from hvdtrain.errors import DisagreementError, JobError, UsageError
+
+TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
+RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
+COLLECTIVES = runtime.current().collectives
+COUNT = 29
+
+
+@pytest.fixture(autouse=True, scope="module")
+def double_precision():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+@pytest.fixture
+def folder():
+    """The same on all ranks, which are on one host."""
+    path = Path(COLLECTIVES.allgather(str(Path.cwd() / "after_training"))[0])
+    if RANK == 0:
+        path.mkdir(exist_ok=True)
+    COLLECTIVES.barrier()
+    yield path
+    COLLECTIVES.barrier()
+    if RANK == 0:
+        shutil.rmtree(path)
+
+
+def metrics() -> list:
+    return ["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="entropy")]
+
+
+def compiled(**options) -> keras.Model:
+    model = dense_model()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss(), metrics=metrics(), **options)
+    return model
+
+
+def arrays(count: int) -> tuple[np.ndarray, np.ndarray]:
+    x, y = samples(count)
+    x[1::2] *= 5  # Otherwise the shares of all ranks have similar values.
+    return x.astype(np.float64), y
+
+
+def kinds(count: int) -> dict:
+    """The same samples in what Keras and hvdtrain accept."""
+    x, y = arrays(count)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y))
+    return {"arrays": (x, y), "dataset": dataset, "batches": dataset.batch(4), "source": Arrays(x, y)}
+
+
+def of_one_process(count: int) -> dict[str, float]:
+    model = dense_model()
+    model.compile(loss=loss(), metrics=metrics())
+    return model.evaluate(*arrays(count), batch_size=4, return_dict=True, verbose=0)
+
+
+def require_equal(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "batches", "source"])
+@pytest.mark.parametrize("count", [1, 2, 3, COUNT])
+def test_evaluation(kind, count):
+    model = compiled()
+    require_equal(hvdtrain.evaluate(model, kinds(count)[kind], batch_size=4), of_one_process(count))
+
+
+def test_evaluation_leaves_the_model_as_it_was():
+    model = compiled(steps_per_execution=3)
+    for _ in range(2):
+        require_equal(hvdtrain.evaluate(model, arrays(COUNT), batch_size=4), of_one_process(COUNT))
+    assert model.steps_per_execution == 3
+    require_equal(model.evaluate(*arrays(COUNT), batch_size=4, return_dict=True, verbose=0), of_one_process(COUNT))
+    # Compiled again, with other metrics.
+    model.compile(loss=loss(), metrics=["accuracy"])
+    assert set(hvdtrain.evaluate(model, arrays(COUNT))) == {"loss", "accuracy"}
+
+
+def test_model_evaluate_on_parts_of_different_lengths():
+    model = compiled()
+    part = hvdtrain.shard(*arrays(COUNT), drop_remainder=False)
+    own = model.evaluate(*part, return_dict=True, verbose=0)
+    found = model.evaluate(*part, batch_size=4, return_dict=True, verbose=0, callbacks=hvdtrain.callbacks.distributed())
+    expected = of_one_process(COUNT)
+    require_equal(found, expected)
+    if SIZE > 1:
+        assert own["loss"] != pytest.approx(expected["loss"], rel=1e-6)
+    in_order = model.evaluate(*part, batch_size=4, verbose=0, callbacks=hvdtrain.callbacks.distributed())
+    np.testing.assert_allclose(in_order, [expected[name] for name in ("loss", "accuracy", "entropy")], rtol=1e-12)
+
+
+def test_model_evaluate_between_and_after_epochs():
+    """With the statistics of all ranks, and callbacks that see the values over all ranks."""
+    seen = []
+
+    class Collect(keras.callbacks.Callback):
+        def on_test_end(self, logs=None):
+            seen.append(dict(logs))
+
+    model = compiled()
+    part = hvdtrain.shard(*arrays(COUNT), drop_remainder=False)
+    train = hvdtrain.shard(*arrays(24))
+    callbacks = hvdtrain.callbacks.distributed([Collect()])
+    model.fit(*train, batch_size=4, epochs=2, validation_data=part, verbose=0, callbacks=callbacks)
+    seen.clear()
+    values = model.evaluate(*part, return_dict=True, verbose=0, callbacks=callbacks)
+    assert seen == [values]
+    require_equal(values, hvdtrain.evaluate(model, arrays(COUNT)))
+
+
+def test_statistics_of_all_ranks():
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([layers.Input((6,)), layers.BatchNormalization(), layers.Dense(NUM_CLASSES)])
+    model.compile(loss=loss())
+    mean = model.layers[0].moving_mean
+    mean.assign(np.full(6, float(RANK)))
+    part = hvdtrain.shard(*arrays(COUNT), drop_remainder=False)
+    found = model.evaluate(*part, return_dict=True, verbose=0, callbacks=hvdtrain.callbacks.distributed())
+    values = hvdtrain.evaluate(model, arrays(COUNT))
+    predicted = hvdtrain.predict(model, arrays(COUNT)[0], on_all_ranks=True)
+    np.testing.assert_array_equal(mean.numpy(), RANK)
+    mean.assign(np.full(6, (SIZE - 1) / 2))
+    expected = model.evaluate(*arrays(COUNT), return_dict=True, verbose=0)
+    require_equal(found, expected)
+    require_equal(values, expected)
+    np.testing.assert_allclose(predicted, model.predict(arrays(COUNT)[0], verbose=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "batches", "source"])
+@pytest.mark.parametrize("count", [1, 2, 3, COUNT])
+def test_prediction(kind, count):
+    model = compiled()
+    expected = model.predict(arrays(count)[0], verbose=0)
+    found = hvdtrain.predict(model, kinds(count)[kind], batch_size=4, on_all_ranks=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    on_first = hvdtrain.predict(model, kinds(count)[kind], batch_size=4)
+    assert (on_first is None) == (RANK > 0)
+    if RANK == 0:
+        np.testing.assert_array_equal(on_first, found)
+
+
+def several_outputs() -> keras.Model:
+    inputs = layers.Input((6,))
+    return keras.Model(inputs, {"class": layers.Dense(3)(inputs), "parts": [layers.Dense(1)(inputs), inputs]})
+
+
+def test_prediction_of_several_outputs():
+    model = several_outputs()
+    x, _ = arrays(COUNT)
+    found = hvdtrain.predict(model, x, batch_size=4, on_all_ranks=True)
+    keras.tree.map_structure(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-12), found, model.predict(x, verbose=0)
+    )
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 24])
+def test_prediction_files(folder, block_bytes, monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.predicted_share._BLOCK_BYTES", block_bytes)
+    model, (x, _) = compiled(), arrays(COUNT)
+    expected = model.predict(x, verbose=0)
+    for name in ("a.npy", "a.csv", "a.parquet"):
+        assert hvdtrain.predict(model, x, batch_size=4, output=folder / name) is None
+    np.testing.assert_allclose(np.load(folder / "a.npy"), expected, rtol=1e-12)
+    with open(folder / "a.csv") as file:
+        header, *rows = csv.reader(file)
+    assert header == [f"prediction_{i}" for i in range(NUM_CLASSES)]
+    np.testing.assert_allclose(np.array(rows, np.float64), expected, rtol=1e-12)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(folder / "a.parquet")
+    np.testing.assert_allclose(table["prediction"].to_pylist(), expected, rtol=1e-12)
+
+
+def test_files_of_several_outputs(folder):
+    model, (x, _) = several_outputs(), arrays(COUNT)
+    hvdtrain.predict(model, x, output=folder / "a.csv")
+    with open(folder / "a.csv") as file:
+        header, *rows = csv.reader(file)
+    names = [*(f"class_{i}" for i in range(3)), "parts_output_0", *(f"parts_output_1_{i}" for i in range(6))]
+    assert header == names
+    np.testing.assert_allclose(np.array(rows, np.float64)[:, 4:], x, rtol=1e-12)
+    with pytest.raises(JobError, match=r"npy holds one output. Received: class, parts_output_0, parts_output_1"):
+        hvdtrain.predict(model, x, output=folder / "b.npy")
+    COLLECTIVES.barrier()
+    assert [each.name for each in folder.iterdir()] == ["a.csv"]
+
+
+def test_half_precision_is_written_as_float32(folder):
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(2, dtype="bfloat16")])
+    x, _ = arrays(COUNT)
+    hvdtrain.predict(model, x, output=folder / "a.npy")
+    written = np.load(folder / "a.npy")
+    assert written.dtype == np.float32
+    np.testing.assert_array_equal(written, model.predict(x, verbose=0).astype(np.float32))
+
+
+def test_a_file_that_cannot_be_written_ends_no_other_rank(folder):
+    model, (x, _) = compiled(), arrays(COUNT)
+    if RANK == 0:
+        (folder / "a.npy").mkdir()
+    COLLECTIVES.barrier()
+    with pytest.raises(JobError, match=r"output must be a file that can be written. Received: "):
+        hvdtrain.predict(model, x, output=folder / "a.npy")
+    COLLECTIVES.barrier()
+    assert [each.name for each in folder.iterdir()] == ["a.npy"]
+
+
+def test_what_is_refused():
+    model, (x, y) = compiled(), arrays(COUNT)
+    with pytest.raises(JobError, match=r"output must end in \.npy, \.csv, \.parquet"):
+        hvdtrain.predict(model, x, output="a.txt")
+    with pytest.raises(JobError, match=r"on_all_ranks must not be set with output"):
+        hvdtrain.predict(model, x, output="a.csv", on_all_ranks=True)
+    with pytest.raises(JobError, match=r"batch_size must be at least 1. Received: 0"):
+        hvdtrain.predict(model, x, batch_size=0)
+    with pytest.raises(JobError, match="at least 1"):
+        hvdtrain.evaluate(model, (x[:0], y[:0]))
+    with pytest.raises(UsageError, match="must be compiled to be evaluated"):
+        hvdtrain.evaluate(dense_model(), (x, y))
+    if SIZE > 1:
+        with pytest.raises(DisagreementError, match=r"arguments of hvdtrain.predict"):
+            hvdtrain.predict(model, x[: COUNT - RANK])
+        with pytest.raises(JobError, match="data must be a source"):
+            hvdtrain.predict(model, x if RANK == 0 else 3)
+
+
+def test_an_error_in_the_data_of_one_rank_ends_no_other():
+    model, (x, _) = compiled(), arrays(COUNT)
+
+    class Failing:
+        def __len__(self):
+            return COUNT
+
+        def __getitem__(self, number):
+            if number == 1 and "sees" in vars(self):
+                raise OSError("unreadable")
+            return x[number]
+
+    data = hvdtrain.data.RandomAccess(broken := Failing())
+    broken.sees = True
+    with pytest.raises(JobError, match="unreadable"):
+        hvdtrain.predict(model, data)
+
+
+def test_the_trainer_evaluates_and_predicts():
+    model, (x, y) = compiled(), arrays(COUNT)
+    config = hvdtrain.TrainConfig(batch_size=4, steps=3)
+    trainer = hvdtrain.Trainer(model, Data(Arrays(x, y), Arrays(x, y)), config, reporter=None)
+    trainer.fit()
+    values = model.evaluate(x, y, return_dict=True, verbose=0)
+    require_equal(trainer.evaluate(), values)
+    require_equal(trainer.evaluate((x, y)), values)
+    np.testing.assert_allclose(trainer.predict(x, on_all_ranks=True), model.predict(x, verbose=0), rtol=1e-12)
+    without = hvdtrain.Trainer(compiled(), Arrays(x, y), config, reporter=None)
+    with pytest.raises(UsageError, match="the trainer has none to evaluate on"):
+        without.evaluate()
