@@ -1,6 +1,6 @@
 """Prepares Keras callbacks for ``model.fit`` on all ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -8,7 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.callbacks.checkpoint import Checkpoint
 from hvdtrain.callbacks.metric_average import MetricAverageCallback
+from hvdtrain.callbacks.replay import Replay
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
 from hvdtrain.distributed.agreement import require_agreement
@@ -19,7 +21,15 @@ from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.equal_steps import EqualSteps, require_equal_decisions
 from hvdtrain.optim.pipeline import require_pipelines
-from hvdtrain.training.rank_policy import TRAIN_BATCH_HOOKS, only_writes, overrides, require_usable
+from hvdtrain.optim.rank_policy import (
+    PASS_ALL_CALLBACKS,
+    TRAIN_BATCH_HOOKS,
+    names_on_every_rank,
+    only_writes,
+    overrides,
+    require_usable,
+)
+from hvdtrain.seams import keras_internals
 
 _BATCH_HOOKS = [f"on_{phase}_batch_{moment}" for phase in ("train", "test", "predict") for moment in ("begin", "end")]
 
@@ -42,7 +52,7 @@ def distributed(
     Your own callback with hooks at training batches costs two small reductions per batch.
 
     Args:
-        callbacks: all callbacks, the same on every rank.
+        callbacks: all callbacks, the same on every rank; those that write may be left out on other ranks than 0.
         collectives: the ranks that train together (default: those of ``hvdtrain.init()``).
 
     Returns:
@@ -53,9 +63,10 @@ def distributed(
     """
     collectives = collectives or runtime.current().collectives
     callbacks = list(callbacks)
-    require_usable(callbacks, "train with hvdtrain.Trainer and a Checkpointer to resume")
+    require_usable(callbacks, "hvdtrain.callbacks.Checkpoint resumes model.fit")
     # Always a list: Keras would call a single callback from several threads.
-    return callbacks if collectives.size == 1 else [DistributedCallbacks(callbacks, collectives)]
+    is_plain = collectives.size == 1 and not any(isinstance(each, Checkpoint) for each in callbacks)
+    return callbacks if is_plain else [DistributedCallbacks(callbacks, collectives)]
 
 
 class DistributedCallbacks(keras.callbacks.Callback):
@@ -67,55 +78,99 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], collectives: Collectives):
         super().__init__()
         self._collectives = collectives
-        self._names = [type(each).__name__ for each in callbacks]
+        self._names = names_on_every_rank(callbacks)
         self._metrics = MetricAverageCallback(collectives)
+        checkpoints = [each for each in callbacks if isinstance(each, Checkpoint)]
+        if len(checkpoints) > 1:
+            raise UsageError(f"a run must have one Checkpoint. Received: {len(checkpoints)}.")
+        self._checkpoint = checkpoints[0] if checkpoints else None
+        self._replay: Replay | None = None
+        callbacks = [each for each in callbacks if each is not self._checkpoint]
+        self._all = callbacks
+        self._is_alone = collectives.size == 1
         self._own = [each for each in callbacks if collectives.rank == 0 or not only_writes(each)]
         self._is_in_epoch = False
         self.evaluated_values: dict[str, Any] = {}
         """Those of the last ``model.evaluate``, over all ranks."""
         self._statistics = ExitStack()
+        self._before_fit = ExitStack()
+        self._before_end: Callable[[], None] = _nothing
         for each in self._own:
             if collectives.rank > 0 and isinstance(getattr(each, "verbose", None), int):
                 each.verbose = 0  # only rank 0 prints
         # Keras calls hooks at batches only if they are overridden, and then copies the values at each.
         for hook in _BATCH_HOOKS:
             if any(overrides(each, [hook, hook.replace("_train", "")]) for each in self._own):
-                setattr(self, hook, partial(self._forward, hook))
+                setattr(self, hook, partial(self._forward_at_batch, hook))
         # Considers all callbacks, not only those that run on this rank: all ranks must reduce.
-        if any(_may_decide_at_batches(each) for each in callbacks):
+        self._decides_at_batches = not self._is_alone and any(_may_decide_at_batches(each) for each in callbacks)
+        if self._decides_at_batches or self._checkpoint is not None:
             self.on_train_batch_end = self._end_batch
 
     def set_params(self, params: dict[str, Any]) -> None:
         super().set_params(params)
         if params and self._collectives.rank > 0:
             params["verbose"] = 0  # for the progress bar, which receives them next
-        for each in self._own:
+        for each in self._with_checkpoint:
             each.set_params(params)
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
-        for each in [self._metrics, *self._own]:
+        for each in [self._metrics, *self._with_checkpoint]:
             each.set_model(model)
 
+    @property
+    def _with_checkpoint(self) -> list[keras.callbacks.Callback]:
+        return self._own if self._checkpoint is None else [*self._own, self._checkpoint]
+
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        arguments = {"epochs": self.params.get("epochs"), "callbacks": self._names}
-        require_agreement("arguments of model.fit", arguments, self._collectives)
+        require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
+        require_agreement("callbacks", {"those that decide": self._names}, self._collectives, remedy=PASS_ALL_CALLBACKS)
         require_whole_ema(self.model, self._own)
-        self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
+        if not self._is_alone:
+            self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
         self._compares_replicas = True
         self._forward("on_train_begin", logs)
+        self._resume()
+
+    def _resume(self) -> None:
+        self._replay = None
+        position = None if self._checkpoint is None else self._checkpoint.begin(self._all)
+        if position is None:
+            return
+        self._before_fit.callback(keras_internals.INITIAL_EPOCH.set, self.model, None)
+        if position.has_ended:
+            keras_internals.INITIAL_EPOCH.set(self.model, self.params["epochs"])
+            self._before_end = position.continue_here
+            return
+        self._replay = Replay(self.model, position.epoch, position.step, position.continue_here)
+        if self._checkpoint is not None and self._checkpoint.reads_data_again:
+            self._replay.begin()
+        else:
+            keras_internals.INITIAL_EPOCH.set(self.model, position.epoch)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._is_in_epoch = True
-        self._steps.epoch_begins(epoch)
-        self._metrics.on_epoch_begin(epoch)
+        self._epoch = epoch
+        replay = self._replay
+        if replay is None or not replay.covers_epoch(epoch):
+            self._is_in_epoch = True
+            has_begun = replay is not None and replay.covers_begin(epoch)
+            if not self._is_alone:
+                self._steps.epoch_begins(epoch, made_before=replay.num_passed_steps if replay and has_begun else 0)
+                self._metrics.on_epoch_begin(epoch)
+        if replay is not None:
+            replay.epoch_begins(epoch)
+            if replay.covers_begin(epoch):
+                return
+        if self._checkpoint is not None:
+            self._checkpoint.epoch_begins(epoch)
         self._forward("on_epoch_begin", epoch, logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._is_in_epoch:
+        if self._is_in_epoch and not self._is_alone:
             self._metrics.on_test_begin()
             self._meet("starts its validation")
-        else:
+        elif not self._is_alone:
             self._metrics.evaluation_begins()
             self._statistics.enter_context(shared_statistics(self.model, self._collectives))
         self._forward("on_test_begin", logs)
@@ -123,19 +178,28 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         if not self._is_in_epoch:
             self._statistics.close()
-            self.evaluated_values = self._metrics.evaluated(logs or {})
+            self.evaluated_values = dict(logs or {}) if self._is_alone else self._metrics.evaluated(logs or {})
             if logs is not None:
                 logs.update(self.evaluated_values)
         self._forward("on_test_end", logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._replay is not None and self._replay.covers_epoch(epoch):
+            return
         logs = {} if logs is None else logs
-        if not self._metrics.has_validated:
+        if not self._is_alone and not self._metrics.has_validated:
             self._meet("ends its epoch without a validation")
         self._is_in_epoch = False
-        self._metrics.on_epoch_end(epoch, logs)
+        if not self._is_alone:
+            self._metrics.on_epoch_end(epoch, logs)
         self._forward("on_epoch_end", epoch, logs)
         self._statistics.close()
+        if not self._is_alone:
+            self._agree_on_decisions(epoch)
+        if self._checkpoint is not None:
+            self._checkpoint.epoch_ends(logs)
+
+    def _agree_on_decisions(self, epoch: int) -> None:
         self._agree_on_stopping()
         require_equal_decisions(
             self.model,
@@ -149,6 +213,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
             self._compares_replicas = False
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._before_end()
         share_statistics(self.model, self._collectives)
         self._forward("on_train_end", logs)
 
@@ -158,11 +223,32 @@ class DistributedCallbacks(keras.callbacks.Callback):
     def on_predict_end(self, logs: dict[str, Any] | None = None) -> None:
         self._forward("on_predict_end", logs)
 
+    def fit_ends(self) -> None:
+        """When ``model.fit`` returns or raises."""
+        if self._replay is not None:
+            self._replay.close()
+        if self._checkpoint is not None:
+            self._checkpoint.close()
+        self._before_fit.close()
+        self._before_end = _nothing
+
     def _end_batch(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self._replay is not None and self._replay.covers(self._epoch, batch):
+            return
         logs = {} if logs is None else logs
-        logs.update(self._metrics.batch_values(logs))
+        if self._decides_at_batches:
+            logs.update(self._metrics.batch_values(logs))
         self._forward("on_train_batch_end", batch, logs)
-        self._agree_on_stopping()
+        if self._decides_at_batches:
+            self._agree_on_stopping()
+        if self._checkpoint is not None:
+            self._checkpoint.batch_ends(batch)
+
+    def _forward_at_batch(self, hook: str, batch: int, logs: dict[str, Any] | None = None) -> None:
+        is_of_training = hook.startswith("on_train")
+        if is_of_training and self._replay is not None and self._replay.covers(self._epoch, batch):
+            return
+        self._forward(hook, batch, logs)
 
     def _forward(self, hook: str, *arguments: Any, **named: Any) -> None:
         for each in self._own:
@@ -200,6 +286,10 @@ class DistributedCallbacks(keras.callbacks.Callback):
         # A callback may decide by its rank's clock: that rank would stop, and the others would wait for it forever.
         (stopping,) = self._collectives.sum([np.array(float(self.model.stop_training), np.float32)])
         self.model.stop_training = bool(stopping)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _may_decide_at_batches(callback: keras.callbacks.Callback) -> bool:

@@ -21,7 +21,7 @@ from hvdtrain.loggers.json_lines import JsonLinesReporter
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.optim.ema import keeps_ema
-from hvdtrain.training.callbacks import NoTestCallbacks
+from hvdtrain.training.callbacks import NoCallbacks
 from hvdtrain.training.eval_step import build_metrics
 from hvdtrain.training.evaluator import Evaluator
 
@@ -52,7 +52,7 @@ def _evaluate_run(config: EvalConfig, files: RunFiles, session: Session) -> None
         newest = on_first_rank(lambda: open_folder(files.checkpoints).newest_step(), collectives)
         if not config.watch or (newest is not None and newest > step):
             step = trained.load(config.checkpoint).step
-            values = evaluator.run(NoTestCallbacks(), step)
+            values = evaluator.run(NoCallbacks(), step)
             if values is not None:
                 reporter.evaluated(step, values)
                 if collectives.rank == 0:

@@ -12,7 +12,13 @@ from hvdtrain.system.terminal import some_of
 _MAX_DIFFERENCES = 5
 
 
-def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collectives) -> None:
+def require_agreement(
+    what: str,
+    facts: Mapping[str, Any],
+    collectives: Collectives,
+    *,
+    remedy: str = "Start every rank with the same command, code and files.",
+) -> None:
     """Compares facts over ranks; all ranks must call it.
 
     Raises:
@@ -35,7 +41,7 @@ def require_agreement(what: str, facts: Mapping[str, Any], collectives: Collecti
         more = f"; and {num_more} more" if num_more > 0 else ""
         raise DisagreementError(
             f"all ranks must have the same {what}. Received: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}. "
-            "Start every rank with the same command, code and files."
+            f"{remedy}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,6 +14,7 @@ from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.pipeline import pipelines_of, require_pipelines
+from hvdtrain.optim.rank_policy import require_own_places
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
@@ -42,8 +43,14 @@ class EqualSteps:
         if self._steps.activate(ends_together=None in all_ranks):
             model.make_train_function(force=True)
 
-    def epoch_begins(self, epoch: int) -> None:
+    def epoch_begins(self, epoch: int, *, made_before: int = 0) -> None:
+        """Before the first step.
+
+        Args:
+            made_before: steps of this epoch that were made before the run was resumed.
+        """
         self._epoch = epoch
+        self._made_before = made_before
         self._steps.begin()
 
     def epoch_ends(self) -> None:
@@ -52,7 +59,7 @@ class EqualSteps:
         Raises:
             UsageError: the data of a rank has ended before that of others.
         """
-        made = self._steps.made
+        made = self._made_before + self._steps.made
         ended = self._steps.end()
         if len(ended) < self._collectives.size:
             names = ranks_text(ended, [""] * self._collectives.size)
@@ -73,18 +80,23 @@ class EqualSteps:
 class RequireEqualRanks(keras.callbacks.Callback):
     """What ``model.fit`` checks without ``hvdtrain.callbacks.distributed``, of each rank's own callbacks and data.
 
+    Args:
+        others: this rank's other callbacks.
+
     Raises:
         DisagreementError: ranks have different numbers of epochs.
         UsageError: ranks make different numbers of steps, stop after different epochs, or have different learning
             rates.
     """
 
-    def __init__(self, collectives: Collectives):
+    def __init__(self, others: Sequence[keras.callbacks.Callback], collectives: Collectives):
         super().__init__()
+        self._others = others
         self._collectives = collectives
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
+        require_own_places(self._others, self._collectives)
         self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -141,13 +153,18 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_and_compare(model: keras.Model, *arguments: Any, **named: Any) -> Any:
         call = signature.bind(model, *arguments, **named)
         callbacks = call.arguments.get("callbacks") or []
-        collectives = next((pipeline.reduce.collectives for _, pipeline in pipelines_of(model)), None)
         is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        callbacks = callbacks if is_list else tf.nest.flatten(callbacks)
+        collectives = next((pipeline.reduce.collectives for _, pipeline in pipelines_of(model)), None)
         if collectives is not None and collectives.size > 1 and not is_list:
-            callbacks = tf.nest.flatten(callbacks)
             require_whole_ema(model, callbacks)
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
-                call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(collectives)]
-        return fit(*call.args, **call.kwargs)
+                call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(callbacks, collectives)]
+        try:
+            return fit(*call.args, **call.kwargs)
+        finally:
+            for each in callbacks if not is_list else ():
+                if hasattr(each, "fit_ends"):
+                    each.fit_ends()
 
     return fit_and_compare

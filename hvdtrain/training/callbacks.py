@@ -1,22 +1,25 @@
 """Keras callbacks on many ranks: writers run on rank 0, all others on every rank with the same values."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
 import numpy as np
 
-from hvdtrain.checkpoint.plain_values import is_plain
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.optim.ema import require_whole_ema
-from hvdtrain.training.rank_policy import TEST_BATCH_HOOKS, only_writes, overrides, require_usable, uses_train_batches
+from hvdtrain.optim.rank_policy import (
+    TEST_BATCH_HOOKS,
+    only_writes,
+    overrides,
+    require_usable,
+    saves_weights,
+    uses_train_batches,
+)
+from hvdtrain.training.callback_state import CallbackState
 
-# The attributes of these are their position in a file, not the state of the run.
-_WITHOUT_STATE = (keras.callbacks.CSVLogger, keras.callbacks.ProgbarLogger, keras.callbacks.TensorBoard)
 
-
-class TestCallbacks(Protocol):
+class EvaluationCallbacks(Protocol):
     """What an evaluation calls."""
 
     use_test_batches: bool
@@ -28,7 +31,7 @@ class TestCallbacks(Protocol):
     def test_ends(self, values: Mapping[str, float]) -> None: ...
 
 
-class NoTestCallbacks:
+class NoCallbacks:
     """An evaluation without callbacks."""
 
     use_test_batches = False
@@ -65,6 +68,7 @@ class RankCallbacks:
         require_usable(callbacks, "the trainer resumes from a checkpointer")
         require_whole_ema(model, callbacks)
         self._callbacks = list(callbacks)
+        self._state = CallbackState(self._callbacks)
         self._model = model
         self._collectives = collectives
         mine = [each for each in callbacks if collectives.rank == 0 or not only_writes(each)]
@@ -110,8 +114,8 @@ class RankCallbacks:
 
     @property
     def save_intervals(self) -> list[int]:
-        """The intervals in steps at which a ModelCheckpoint saves within an epoch."""
-        checkpoints = [each for each in self._callbacks if isinstance(each, keras.callbacks.ModelCheckpoint)]
+        """The intervals in steps at which a callback saves the model within an epoch."""
+        checkpoints = [each for each in self._callbacks if saves_weights(each)]
         return [each.save_freq for each in checkpoints if each.save_freq != "epoch"]
 
     def train_begins(self) -> None:
@@ -122,28 +126,24 @@ class RankCallbacks:
                 if isinstance(callback, keras.callbacks.CSVLogger):
                     callback.append = True
         self._list.on_train_begin()
-        self._at_beginning = [_plain_attributes(callback) for callback in self._callbacks]
+        self._state.begin()
         self._has_begun = True
         self.restore(self._resumed_state or [])
 
     def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         """Restores what :meth:`state` returned, at the latest when training begins, which resets callbacks."""
-        if not self._has_begun:
+        if self._has_begun:
+            self._state.restore(state)
+        else:
             self._resumed_state = state
-            return
-        for callback, saved in zip(self._callbacks, state, strict=False):
-            if saved["class"] == type(callback).__name__:
-                vars(callback).update(saved["attributes"])
 
     def state(self) -> list[dict[str, Any]]:
-        """The state of each callback: its plain attributes that have changed since training began.
+        """The state of each callback; see :class:`~hvdtrain.training.callback_state.CallbackState`."""
+        return self._state.state()
 
-        Options set by the user, such as ``patience``, have not changed, and are not restored in a resumed run.
-        """
-        return [
-            {"class": type(callback).__name__, "attributes": _changed(_plain_attributes(callback), before)}
-            for callback, before in zip(self._callbacks, self._at_beginning, strict=True)
-        ]
+    def newly_unrestorable(self) -> list[str]:
+        """Attributes of callbacks that a resumed run will lack, each returned once."""
+        return self._state.newly_unrestorable()
 
     def epoch_begins(self, epoch: int) -> None:
         self._list.on_epoch_begin(epoch)
@@ -183,23 +183,3 @@ class RankCallbacks:
         (stopping,) = self._collectives.sum([np.array(float(self._model.stop_training), np.float32)])
         self._model.stop_training = bool(stopping)
         return bool(stopping)
-
-
-def _plain_attributes(callback: keras.callbacks.Callback) -> dict[str, Any]:
-    if isinstance(callback, _WITHOUT_STATE):
-        return {}
-    # Copied: otherwise a list that grows later would seem unchanged.
-    return {name: copy.deepcopy(value) for name, value in vars(callback).items() if is_plain(value)}
-
-
-def _changed(attributes: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if name not in before or not _same(value, before[name])}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return one is other
-    try:
-        return bool(one == other)
-    except ValueError:  # lists of arrays
-        return False

@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.seams import keras_internals
-from hvdtrain.training.callbacks import NoTestCallbacks
+from hvdtrain.training.callbacks import NoCallbacks
 from hvdtrain.training.eval_step import EvalStep, build_metrics
 from hvdtrain.training.evaluator import Evaluator
 
@@ -63,7 +63,7 @@ def evaluate(
         job_watch=JobWatch(ranks),
         step=_eval_step(model),
     )
-    values = evaluator.run(NoTestCallbacks(), step=0)
+    values = evaluator.run(NoCallbacks(), step=0)
     assert values is not None
     return values
 

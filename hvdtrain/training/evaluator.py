@@ -10,7 +10,7 @@ from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.ema import ema_weights
-from hvdtrain.training.callbacks import TestCallbacks
+from hvdtrain.training.callbacks import EvaluationCallbacks
 from hvdtrain.training.eval_step import EvalStep
 from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.metrics import results_if_complete
@@ -45,7 +45,7 @@ class Evaluator:
         self._synchronized = synchronized
         self._job_watch = job_watch
 
-    def run(self, callbacks: TestCallbacks, step: int) -> dict[str, float] | None:
+    def run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, float] | None:
         """Counts each sample once; the results are the same on every rank. All ranks must call it.
 
         Returns:
@@ -60,7 +60,7 @@ class Evaluator:
             for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
                 variable.assign(value)
 
-    def _run(self, callbacks: TestCallbacks, step: int) -> dict[str, float] | None:
+    def _run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, float] | None:
         callbacks.test_begins()
         self._model.reset_metrics()
         require_sums(self._model)
@@ -73,7 +73,7 @@ class Evaluator:
             callbacks.test_ends(results)
         return results
 
-    def _evaluate_share(self, callbacks: TestCallbacks, step: int) -> bool:
+    def _evaluate_share(self, callbacks: EvaluationCallbacks, step: int) -> bool:
         """Returns whether the whole share was evaluated."""
         self._feed.restart()
         batch = 0

@@ -22,7 +22,9 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
+from hvdtrain.optim.rank_policy import PASS_ALL_CALLBACKS
 from hvdtrain.training.activations import Activations
+from hvdtrain.training.callback_state import RESTORABLE
 from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
@@ -270,11 +272,13 @@ class Trainer:
         arguments = {
             **as_dict(self.config),
             "steps": self.total_steps,
-            "callbacks": self._callbacks.names,
             "checkpointer": "none" if self._checkpointer is None else "given",
             "synchronized BatchNormalization layers": self.parts.num_synchronized,
         }
         require_agreement("arguments of Trainer", arguments, self._collectives)
+        require_agreement(
+            "callbacks", {"callbacks": self._callbacks.names}, self._collectives, remedy=PASS_ALL_CALLBACKS
+        )
         evaluation = self._data.evaluation
         require_agreement("evaluation data", {} if evaluation is None else evaluation.facts(), self._collectives)
         parts = self.parts
@@ -454,6 +458,8 @@ class Trainer:
         assert self._checkpointer is not None
         self._job_watch.heartbeat("saving", self.step)
         self._state.save(self._checkpointer, wait=wait)
+        if lost := self._callbacks.newly_unrestorable():
+            self._reporter.warned(self.step, f"a resumed run will not restore {', '.join(lost)}: {RESTORABLE}")
 
     def _finish(self, restored: Restored | None) -> dict[str, Any]:
         self._reporter.profile_ends()

@@ -1,0 +1,104 @@
+"""On which ranks Keras callbacks run: writers on rank 0, all others on every rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.errors import UsageError
+
+TRAIN_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
+# What writes, and the attribute that says where; looked up by name, because not every Keras has all of them.
+_PLACES = {
+    "CSVLogger": "filename",
+    "ModelCheckpoint": "filepath",
+    "OrbaxCheckpoint": "directory",
+    "ProgbarLogger": None,
+    "RemoteMonitor": "root",
+    "TensorBoard": "log_dir",
+}
+_WRITERS = tuple(getattr(keras.callbacks, name) for name in _PLACES if hasattr(keras.callbacks, name))
+_SAVERS = ("ModelCheckpoint", "OrbaxCheckpoint")
+DECIDERS = (
+    *("EarlyStopping", "History", "LambdaCallback", "LearningRateScheduler", "ReduceLROnPlateau"),
+    *("SwapEMAWeights", "TerminateOnNaN"),
+)
+"""Keras' callbacks that run on every rank, like a user's own."""
+PASS_ALL_CALLBACKS = "Pass all callbacks on every rank: those that write run on rank 0 only."
+
+
+def only_writes(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback runs on rank 0 only: Keras' writers, and those with ``only_on_rank_zero = True``."""
+    return isinstance(callback, _WRITERS) or getattr(callback, "only_on_rank_zero", False)
+
+
+def names_on_every_rank(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:
+    """The classes of the callbacks that must be the same on all ranks; writers may be given to rank 0 alone."""
+    return [type(each).__name__ for each in callbacks if not only_writes(each)]
+
+
+def require_usable(callbacks: Sequence[keras.callbacks.Callback], resume_with: str) -> None:
+    """Refuses what cannot work on several ranks.
+
+    Args:
+        resume_with: what a run is resumed with instead of BackupAndRestore.
+
+    Raises:
+        UsageError: an object is not a callback, or restores a run on rank 0 only.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise UsageError(f"callbacks must be Keras callbacks. Received: {callback!r}")
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise UsageError(
+                "callbacks must not restore a run. Received: BackupAndRestore, which would restore rank 0 only. "
+                f"Leave it out: {resume_with}."
+            )
+
+
+def require_own_places(callbacks: Sequence[keras.callbacks.Callback], collectives: Collectives) -> None:
+    """Refuses writers of several ranks that write to one place. All ranks must call it.
+
+    Raises:
+        UsageError: on every rank.
+    """
+    own = {place for each in callbacks if (place := _place_of(each)) is not None}
+    seen: dict[tuple[str, str], int] = {}
+    for rank, places in enumerate(collectives.allgather(own)):
+        for name, path in sorted(places):
+            first = seen.setdefault((name, path), rank)
+            if first != rank:
+                raise UsageError(
+                    f"only one rank must write to a place. Received: {name} on ranks {first} and {rank}, which both "
+                    f"write to {path!r}. Pass callbacks=hvdtrain.callbacks.distributed([…]): those that write then run "
+                    "on rank 0 only."
+                )
+
+
+def _place_of(callback: keras.callbacks.Callback) -> tuple[str, str] | None:
+    for name, attribute in {**_PLACES, "BackupAndRestore": "backup_dir"}.items():
+        kind: Any = getattr(keras.callbacks, name, None)
+        if kind is not None and attribute is not None and isinstance(callback, kind):
+            return name, str(getattr(callback, attribute, ""))
+    return None
+
+
+def uses_train_batches(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback is called at training batches."""
+    if saves_weights(callback):
+        return callback.save_freq != "epoch"
+    return overrides(callback, TRAIN_BATCH_HOOKS)
+
+
+def saves_weights(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback saves the model, at the ends of epochs or every ``save_freq`` batches."""
+    return any(isinstance(callback, getattr(keras.callbacks, name, ())) for name in _SAVERS)
+
+
+def overrides(callback: keras.callbacks.Callback, hooks: Sequence[str]) -> bool:
+    """Whether a callback implements one of the hooks."""
+    # On the object: LambdaCallback sets its functions there.
+    methods = [(getattr(callback, hook), getattr(keras.callbacks.Callback, hook)) for hook in hooks]
+    return any(getattr(method, "__func__", method) is not default for method, default in methods)
