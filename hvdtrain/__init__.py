@@ -14,6 +14,14 @@ if TYPE_CHECKING:
     from hvdtrain.distributed.compression import Compression
     from hvdtrain.distributed.config import GpuConfig
     from hvdtrain.distributed.half_precision import FP16
+    from hvdtrain.distributed.own_values import (
+        barrier,
+        broadcast_object,
+        gather_objects,
+        is_main_process,
+        print_once,
+        reduce,
+    )
     from hvdtrain.distributed.power_sgd import PowerSGD
     from hvdtrain.distributed.replica_consistency import broadcast
     from hvdtrain.distributed.runtime import Topology, init, process_set
@@ -74,16 +82,22 @@ __all__ = [
     "WandbReporter",
     "WholeBatch",
     "average",
+    "barrier",
     "broadcast",
+    "broadcast_object",
     "callbacks",
     "data",
     "elastic",
     "errors",
     "evaluate",
     "gather",
+    "gather_objects",
     "init",
+    "is_main_process",
     "predict",
+    "print_once",
     "process_set",
+    "reduce",
     "run",
     "shard",
     "synchronize_batch_normalization",
@@ -91,6 +105,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "FP16": "distributed.half_precision",
     "BalanceConfig": "training.config",
     "CheckpointConfig": "checkpoint.config",
     "Checkpointer": "checkpoint.checkpointer",
@@ -100,7 +115,6 @@ _MODULES = {
     "CsvReporter": "loggers.csv_file",
     "DistributedGradientTape": "optim.gradient_tape",
     "DistributedOptimizer": "optim.distributed_optimizer",
-    "FP16": "distributed.half_precision",
     "GpuConfig": "distributed.config",
     "GuardConfig": "training.config",
     "JobWatch": "fault_tolerance.job_watch",
@@ -121,12 +135,18 @@ _MODULES = {
     "WandbReporter": "loggers.wandb",
     "WholeBatch": "optim.whole_batch",
     "average": "optim.gathering",
+    "barrier": "distributed.own_values",
     "broadcast": "distributed.replica_consistency",
+    "broadcast_object": "distributed.own_values",
     "evaluate": "training.evaluation",
     "gather": "optim.gathering",
+    "gather_objects": "distributed.own_values",
     "init": "distributed.runtime",
+    "is_main_process": "distributed.own_values",
     "predict": "training.prediction",
+    "print_once": "distributed.own_values",
     "process_set": "distributed.runtime",
+    "reduce": "distributed.own_values",
     "run": "system.function_job",
     "shard": "data.sharding",
     "synchronize_batch_normalization": "optim.keras_calls",

@@ -41,11 +41,11 @@ class HorovodCollectives:
         self._compiled_sums: dict[str, Callable[..., Any]] = {}
         self._zero: tf.Variable | None = None
         self._process_sets: dict[tuple[int, ...], Any] = {}
-        if hvd.size() < launcher.size:
+        if hvd.size() < launcher.fewest_ranks:
             raise UsageError(
-                f"all ranks must be connected. {launcher.name} started {launcher.size}, but MPI connects {hvd.size()}: "
-                "each would train on its own. Launch with the mpirun of the MPI that Horovod was built with (see "
-                "python -m hvdtrain doctor)."
+                f"all ranks must be connected. {launcher.name} started {launcher.fewest_ranks} or more, but MPI "
+                f"connects {hvd.size()}: each would train on its own. Launch with the mpirun of the MPI that Horovod "
+                "was built with (see python -m hvdtrain doctor)."
             )
 
     @property

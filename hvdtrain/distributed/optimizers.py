@@ -52,10 +52,10 @@ def require_keras_model(model: object) -> None:
         UsageError: it is not a model of Keras 3.
     """
     if not isinstance(model, keras.Model):
-        raise UsageError(
-            f"model must be a model of Keras 3. Received: {type(model).__module__}.{type(model).__name__}. Models of "
-            "tf-keras (Keras 2) train with Horovod's own DistributedOptimizer."
-        )
+        name = f"{type(model).__module__}.{type(model).__name__}"
+        is_of_keras_2 = name.startswith("tf_keras.")
+        hint = " Models of tf-keras (Keras 2) train with Horovod's own DistributedOptimizer." if is_of_keras_2 else ""
+        raise UsageError(f"model must be a model of Keras 3. Received: {name}.{hint}")
 
 
 def is_horovods_own(optimizer: object) -> bool:

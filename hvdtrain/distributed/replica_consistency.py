@@ -18,10 +18,11 @@ from hvdtrain.distributed.distinct_values import most_common
 from hvdtrain.distributed.model_roles import note_replicated
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, optimizers_of, require_keras_model
 from hvdtrain.distributed.shards import whole_variables
-from hvdtrain.distributed.snapshot import host_array
+from hvdtrain.distributed.snapshot import host_array, path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.seams import keras_internals
 from hvdtrain.system import network
+from hvdtrain.system.terminal import report
 
 # Far larger than the number of draws of any run, so that the streams of two ranks do not overlap.
 _SEED_STRIDE = 0x9E3779B9
@@ -29,8 +30,12 @@ _FIRST = "only_first_replica"  # as Keras names rank 0's
 _NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
-def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> None:
+def broadcast(
+    model: keras.Model | tf.Module | Sequence[keras.Variable | tf.Variable], *, collectives: Collectives | None = None
+) -> None:
     """Copies rank 0's variables of the model and its optimizer to all ranks; call it before the first step.
+
+    Also those of a ``tf.Module``, and the variables in a list, such as ``optimizer.variables`` in a loop of your own.
 
     Builds the optimizer. Layers with ``adapt`` (Normalization, StringLookup, …) get rank 0's state, lookup tables
     included. Each rank has its own random streams, derived from rank 0's: those of the model's seed generators
@@ -42,6 +47,11 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
         UsageError: the model is not built or not compiled.
     """
     collectives = collectives or runtime.current().collectives
+    if not isinstance(model, keras.Model) and isinstance(model, tf.Module):
+        model = model.variables
+    if isinstance(model, list | tuple) and all(isinstance(each, keras.Variable | tf.Variable) for each in model):
+        collectives.broadcast([resource_of(variable) for variable in model])
+        return
     require_keras_model(model)
     if not is_built(model) or not optimizers_of(model):
         raise UsageError(
@@ -49,6 +59,7 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
             "layer an Input, or call the model once on a batch."
         )
     build_optimizer(model)
+    _report_foreign_variables(model, collectives)
     share_adapted_layers(model, collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
     global_streams = [global_stream()] if collectives.size > 1 else []
@@ -60,10 +71,26 @@ def broadcast(model: keras.Model, *, collectives: Collectives | None = None) -> 
         variable.assign(own_random_stream(variable.numpy(), collectives.rank))
 
 
+def _report_foreign_variables(model: keras.Model, collectives: Collectives) -> None:
+    """Says on rank 0 which variables of layers are no weights: Keras does not know of them."""
+    if collectives.size == 1 or collectives.rank > 0:
+        return
+    for layer in keras_internals.FLATTEN_LAYERS.of(model)():
+        for name, value in vars(layer).items():
+            if isinstance(value, tf.Variable):
+                report(
+                    0,
+                    f"layer {layer.name!r} keeps a tf.Variable as {name!r}, which is no weight of the model: it is "
+                    "neither broadcast, nor compared between ranks, nor saved. Create it by add_weight.",
+                )
+
+
 def is_built(model: keras.Model) -> bool:
     """Whether all variables of the model exist; one with its own ``train_step`` may never be called itself."""
     parts = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
-    return model.built or (bool(model.variables) and all(layer.built for layer in parts))
+    parts_are_built = all(layer.built for layer in parts)
+    # build() of a model that Keras cannot build by itself leaves it without weights.
+    return model.built or parts_are_built if model.weights else model.built and parts_are_built
 
 
 def random_streams(model: keras.Model) -> list[keras.Variable]:
@@ -271,4 +298,4 @@ def first_difference(variables: Sequence[keras.Variable], collectives: Collectiv
     # The most common value is assumed to be the correct one; among equals, the lowest rank's.
     usual = most_common([digest for _, digest in gathered])
     others = [rank for rank, (_, digest) in enumerate(gathered) if digest != usual]
-    return variable.path, ranks_text(others, [host for host, _ in gathered])
+    return path_of(variable), ranks_text(others, [host for host, _ in gathered])

@@ -5,12 +5,22 @@ import numpy as np
 import tensorflow as tf
 
 
-def host_tensor(variable: keras.Variable) -> tf.Tensor:
+def resource_of(variable: keras.Variable | tf.Variable) -> tf.Variable:
+    """TensorFlow's variable: Keras' optimizers also train variables that are not Keras' own."""
+    return variable if isinstance(variable, tf.Variable) else variable.value
+
+
+def path_of(variable: keras.Variable | tf.Variable) -> str:
+    """What messages call a variable."""
+    return str(variable.name if isinstance(variable, tf.Variable) else variable.path)
+
+
+def host_tensor(variable: keras.Variable | tf.Variable) -> tf.Tensor:
     """A variable's value in host memory, which it shares on a CPU until the variable is next written."""
     with tf.device("CPU:0"):
-        return tf.identity(variable.value)
+        return tf.identity(resource_of(variable))
 
 
-def host_array(variable: keras.Variable) -> np.ndarray:
+def host_array(variable: keras.Variable | tf.Variable) -> np.ndarray:
     """The same as a read-only array; ``variable.numpy()`` copies."""
     return np.asarray(host_tensor(variable))

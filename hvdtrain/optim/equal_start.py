@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import first_difference
+from hvdtrain.distributed.snapshot import path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
 
 
@@ -27,7 +28,7 @@ class EqualStart:
     ) -> None:
         """Compares at the first reduction which variables have gradients, see :func:`require_same_gradients`."""
         if not self._is_compared:
-            names = [getattr(variable, "path", variable.name) for variable in variables]
+            names = [path_of(variable) for variable in variables]
             require_same_gradients(places, names, collectives)
 
     def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
@@ -43,7 +44,7 @@ class EqualStart:
             return
         with tf.init_scope():
             # A step that creates variables is traced twice; they have values the second time.
-            if not all(variable.value.is_initialized() for variable in variables):
+            if not all(resource_of(variable).is_initialized() for variable in variables):
                 return
             self._is_compared = True
             if self._broadcast is not None:

@@ -70,10 +70,14 @@ def require_own_places(callbacks: Sequence[keras.callbacks.Callback], collective
         for name, path in sorted(places):
             first = seen.setdefault((name, path), rank)
             if first != rank:
+                remedy = (
+                    "Use hvdtrain.callbacks.Checkpoint instead"
+                    if name == "BackupAndRestore"
+                    else "Pass callbacks=hvdtrain.callbacks.distributed([…]): those that write then run on rank 0 only"
+                )
                 raise UsageError(
                     f"only one rank must write to a place. Received: {name} on ranks {first} and {rank}, which both "
-                    f"write to {path!r}. Pass callbacks=hvdtrain.callbacks.distributed([…]): those that write then run "
-                    "on rank 0 only."
+                    f"write to {path!r}. {remedy}."
                 )
 
 

@@ -1,7 +1,8 @@
 """The launcher that started this process, as described by environment variables."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -9,10 +10,10 @@ class Launcher:
     """What the environment says about the job before MPI is initialized."""
 
     name: str
-    """``horovodrun --gloo``, ``Open MPI``, ``PMI`` (Slurm, MPICH, Intel MPI) or ``none``."""
+    """As in the table below; ``PMI`` (Slurm, MPICH, Intel MPI); ``none``."""
     rank: int
     size: int
-    """Number of ranks announced by the launcher; 1 if it announces none (PMIx outside of Slurm)."""
+    """Number of ranks announced by the launcher; 1 if it announces none (PMIx outside of Slurm, Cray PALS)."""
     local_size: int | None
     """Ranks on this host; None if the launcher does not say."""
     bound_to_cores: bool
@@ -21,7 +22,12 @@ class Launcher:
     @property
     def is_single_rank(self) -> bool:
         """Whether the job has one rank, as far as is known: PMI may not announce the number."""
-        return self.size == 1 and self.name != "PMI"
+        return self.size == 1 and self.name not in _WITHOUT_SIZE
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The number of ranks that the job has at least, by all that the launcher announces."""
+        return max(self.size, self.local_size or 1, self.rank + 1)
 
     @property
     def is_one_host(self) -> bool:
@@ -29,20 +35,41 @@ class Launcher:
         return 1 < self.size == self.local_size
 
 
+class _Variables(NamedTuple):
+    """The variables that a launcher sets; the first that is set counts."""
+
+    name: str
+    rank: Sequence[str]
+    size: Sequence[str]
+    local_size: Sequence[str]
+    needs_size: bool = False
+    """Whether the rank alone does not show that it is this launcher."""
+
+
+_LAUNCHERS = (
+    _Variables("horovodrun --gloo", ["HOROVOD_RANK"], ["HOROVOD_SIZE"], ["HOROVOD_LOCAL_SIZE"]),
+    _Variables("Open MPI", ["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_SIZE"], ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+    _Variables("MVAPICH", ["MV2_COMM_WORLD_RANK"], ["MV2_COMM_WORLD_SIZE"], ["MV2_COMM_WORLD_LOCAL_SIZE"]),
+    _Variables("Cray PALS", ["PALS_RANKID"], [], ["PALS_LOCAL_SIZE"]),
+    _Variables("IBM JSM", ["JSM_NAMESPACE_RANK"], ["JSM_NAMESPACE_SIZE"], ["JSM_NAMESPACE_LOCAL_SIZE"]),
+    _Variables("Flux", ["FLUX_TASK_RANK"], ["FLUX_JOB_SIZE"], [], needs_size=True),
+    _Variables("PMI", ["PMI_RANK", "PMIX_RANK"], ["PMI_SIZE", "SLURM_STEP_NUM_TASKS"], ["MPI_LOCALNRANKS"]),
+    _Variables("Intel MPI", ["MPI_LOCALRANKID"], [], ["MPI_LOCALNRANKS"]),
+    _Variables("Slurm", ["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_STEP_TASKS_PER_NODE"], needs_size=True),
+    _Variables("torchrun", ["RANK"], ["WORLD_SIZE"], ["LOCAL_WORLD_SIZE"], needs_size=True),
+)
+_WITHOUT_SIZE = ("PMI", "Cray PALS", "Intel MPI")
+
+
 def find_launcher(env: Mapping[str, str]) -> Launcher:
     """Recognizes the launcher by the variables it sets."""
     bound = "OMPI_MCA_orte_bound_at_launch" in env or "SLURM_CPUS_PER_TASK" in env
 
-    def number(*names: str) -> int | None:
+    def number(names: Sequence[str]) -> int | None:
         return next((int(env[name]) for name in names if env.get(name, "").isdigit()), None)
 
-    for name, rank_names, size_names, local_size_names in (
-        ("horovodrun --gloo", ["HOROVOD_RANK"], ["HOROVOD_SIZE"], ["HOROVOD_LOCAL_SIZE"]),
-        ("Open MPI", ["OMPI_COMM_WORLD_RANK"], ["OMPI_COMM_WORLD_SIZE"], ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        ("PMI", ["PMI_RANK", "PMIX_RANK"], ["PMI_SIZE", "SLURM_STEP_NUM_TASKS"], ["MPI_LOCALNRANKS"]),
-        ("Slurm", ["SLURM_PROCID"], ["SLURM_STEP_NUM_TASKS"], ["SLURM_STEP_TASKS_PER_NODE"]),
-    ):
-        rank = number(*rank_names)
-        if rank is not None and (name != "Slurm" or number(*size_names) is not None):
-            return Launcher(name, rank, number(*size_names) or 1, number(*local_size_names), bound)
+    for each in _LAUNCHERS:
+        rank, size = number(each.rank), number(each.size)
+        if rank is not None and (size is not None or not each.needs_size):
+            return Launcher(each.name, rank, size or 1, number(each.local_size), bound)
     return Launcher("none", 0, 1, 1, False)

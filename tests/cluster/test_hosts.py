@@ -17,7 +17,7 @@ from launcher import LONG, ROOT, Finished, Job, run_job
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timed,
+    pytest.mark.waits,
     pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
 ]
 
@@ -164,6 +164,7 @@ def test_doctor_compares_hosts(lab):
     assert re.search(r"slowest rank: [01] on lab[12], [\d.]+ times the median time", done.output), done.output
 
 
+@pytest.mark.timed
 @pytest.mark.long
 def test_failed_job_is_restarted(lab):
     options = ["--steps", "300", "--checkpoint-every", "20", "--run-dir", "/mnt/again"]
@@ -256,6 +257,7 @@ def test_different_version_on_a_host_is_reported(lab, tmp_path):
     assert re.search(difference, done.output), done.output
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("launcher", ["mpirun", LONG("gloo")])
 def test_network_cut(launcher, lab):
     """Both sides stop; only one has written checkpoints, which can be resumed."""

@@ -14,6 +14,7 @@ from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, relative_differe
 import hvdtrain
 from hvdtrain.callbacks import (
     BroadcastGlobalVariablesCallback,
+    Checkpoint,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
@@ -253,13 +254,39 @@ def test_the_momentum_is_corrected_when_the_learning_rate_changes(make):
         np.testing.assert_array_equal(scaled, kept * np.float32(0.5))
 
 
+def test_writers_may_be_given_to_rank_0_alone(folder):
+    """As in every example of Horovod: if hvd.rank() == 0: callbacks.append(…)."""
+    writers = [keras.callbacks.ModelCheckpoint(folder / "a.keras"), keras.callbacks.CSVLogger(folder / "a.csv")]
+    fit(distributed(writers if RANK == 0 else []))
+    fit([keras.callbacks.ModelCheckpoint(folder / "b.keras")] if RANK == 0 else [])
+    own = keras.callbacks.ModelCheckpoint(folder / f"rank{RANK}.keras")
+    fit([own])
+    COLLECTIVES.barrier()
+    names = {each.name for each in folder.iterdir()}
+    assert names == {"a.keras", "a.csv", "b.keras", *(f"rank{rank}.keras" for rank in range(SIZE))}
+
+
 def test_what_cannot_work_is_refused(folder):
     with pytest.raises(UsageError, match="BackupAndRestore"):
         distributed([keras.callbacks.BackupAndRestore(folder / "backup")])
     with pytest.raises(UsageError, match="root_rank must be 0"):
         BroadcastGlobalVariablesCallback(1)
-    with pytest.raises(DisagreementError, match="callbacks"):
+    with pytest.raises(
+        DisagreementError, match=r"the same callbacks\. .* Pass all callbacks on every rank: those that"
+    ):
         fit(distributed([keras.callbacks.TerminateOnNaN()] if RANK == 0 else []))
+    with pytest.raises(
+        UsageError, match=r"ModelCheckpoint on ranks 0 and 1, which both write to .*callbacks\.distributed"
+    ):
+        fit([keras.callbacks.ModelCheckpoint(folder / "a.keras")])
+    with pytest.raises(
+        UsageError, match=r"BackupAndRestore on ranks 0 and 1, .* hvdtrain\.callbacks\.Checkpoint instead"
+    ):
+        fit([keras.callbacks.BackupAndRestore(folder / "backup")])
+    with pytest.raises(UsageError, match=r"a run must have one Checkpoint\. Received: 2"):
+        distributed([Checkpoint(folder / "a"), Checkpoint(folder / "b")])
+    with pytest.raises(UsageError, match='every must be "epoch" or a number of steps'):
+        Checkpoint(folder / "a", every=0)
     with pytest.raises(DisagreementError, match="epochs"):
         fit(distributed(), epochs=2 + RANK)
     with pytest.raises(UsageError, match=r"rank 0 starts its validation, rank 1 ends its epoch without a validation"):

@@ -343,6 +343,7 @@ def float_values(optimizer) -> list[np.ndarray]:
     return [variable.numpy() for variable in optimizer.variables if "float" in variable.dtype]
 
 
+@pytest.mark.long
 def test_resumes_with_and_without_sharding_and_on_another_number_of_ranks(folder):
     """A run is stopped after each of four stages: sharded, not sharded, sharded again, and on one rank."""
     uninterrupted = smooth(adam)

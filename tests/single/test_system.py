@@ -50,6 +50,16 @@ def test_the_ranks_of_an_elastic_job_have_longer_to_connect_if_there_are_many(ra
         # srun --mpi=pmix; outside of Slurm PMIx does not say how many.
         ({"PMIX_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, Launcher("PMI", 1, 4, None, False)),
         ({"PMIX_RANK": "1"}, Launcher("PMI", 1, 1, None, False)),
+        ({"PALS_RANKID": "1", "PALS_LOCAL_SIZE": "2"}, Launcher("Cray PALS", 1, 1, 2, False)),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, Launcher("Flux", 1, 2, None, False)),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, Launcher("MVAPICH", 1, 2, None, False)),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "2"}, Launcher("IBM JSM", 1, 2, None, False)),
+        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, Launcher("Intel MPI", 1, 1, 2, False)),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            Launcher("torchrun", 1, 2, 2, False),
+        ),
+        ({"RANK": "1"}, Launcher("none", 0, 1, 1, False)),
         # A batch script of Slurm is no task of a step: one process.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launcher("none", 0, 1, 1, False)),
     ],
