@@ -24,10 +24,12 @@ COUNT = 29
 
 @pytest.fixture(autouse=True, scope="module")
 def double_precision():
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 @pytest.fixture
