@@ -15,6 +15,7 @@ from hvdtrain.checkpoint.transfer import Spec
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_memory import MemorySlot
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import (
     differing,
     note_equal_counters,
@@ -32,6 +33,7 @@ Averaged: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 # By the number of the optimizer and the name of the variable.
 _COMPRESSION = "compression/{}/{}"
+_RECURRENT = "recurrent"
 # Elements that are averaged at a time.
 _PIECE = 4 << 20
 _NUMBER = re.compile(r"_\d+(?=[_/.]|$)")
@@ -57,8 +59,9 @@ class ModelState:
     """Captures and restores the state of a compiled model and its optimizer.
 
     Replicas have equal weights and optimizers, except in local SGD. Each rank has its own seed generator states, metric
-    sums, weights that gradients do not update (the moving statistics of BatchNormalization, averaged only for
-    evaluation and in checkpoints), and its part of the state of a sharded optimizer.
+    sums, states of stateful recurrent layers, weights that gradients do not update (the moving statistics of
+    BatchNormalization, averaged only for evaluation and in checkpoints), and its part of the state of a sharded
+    optimizer.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
@@ -79,6 +82,7 @@ class ModelState:
         own = {
             "metrics": self._metrics(),
             "random": self._random(),
+            _RECURRENT: self._recurrent(),
             "weights": {name: variable for name, variable in shared.items() if id(variable) in split},
             "compression": self._compression(),
             PARTS: {name: variable for name, variable in shared.items() if part_of(variable) is not None},
@@ -211,6 +215,9 @@ class ModelState:
         metrics = self._metrics()
         if [each[1:] for each in own["metrics"]] == [each[1:] for each in _description(metrics)]:
             found |= dict(zip((each[0] for each in own["metrics"]), metrics.values(), strict=True))
+        saved, states = own.get(_RECURRENT, []), self._recurrent()
+        if [each[1:] for each in saved] == [each[1:] for each in _description(states)]:
+            found |= dict(zip((each[0] for each in saved), states.values(), strict=True))
         return found
 
     def restore_on_other_ranks(
@@ -232,6 +239,8 @@ class ModelState:
         streams = {each[0]: None if read is None else read(0, each[0]) for each in own["random"]}
         for name, state in self._collectives.allgather(streams)[0].items():
             variables[name].assign(own_random_stream(state, self._collectives.rank))
+        for state in self._recurrent().values():  # Other samples follow on this rank.
+            state.assign(tf.zeros_like(state.value))
         self._restore_compression(description, read)
 
     def _restore_compression(
@@ -274,6 +283,10 @@ class ModelState:
 
     def _metrics(self) -> dict[str, keras.Variable]:
         return _named("metrics", self._model.metrics_variables)
+
+    def _recurrent(self) -> dict[str, keras.Variable]:
+        """The states that stateful layers keep between batches, which are no weights."""
+        return _named(_RECURRENT, recurrent_states(self._model))
 
     def _random(self) -> dict[str, keras.Variable]:
         return _named("random", random_streams(self._model))

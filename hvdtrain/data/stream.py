@@ -1,6 +1,7 @@
 """Samples from any tf.data.Dataset, in the dataset's order."""
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +14,14 @@ from hvdtrain.data.numbered import as_keras_packs
 from hvdtrain.data.pipeline import parallel_calls
 from hvdtrain.data.sample_plan import SamplePlan, shard
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.system import environment
+from hvdtrain.system.terminal import report
 
 _ELEMENTS_COMPARED = 16
 _READ_AHEAD = 16
+_COUNTED_AT_ONCE = 100
+_SAYS_AFTER_S, _ENDS_AFTER_S = 10.0, 600.0
+_REMEDY = "Pass hvdtrain.data.Stream(dataset, num_samples=…)"
 
 
 class Stream:
@@ -42,8 +48,8 @@ class Stream:
             can. None: they are batches if the length of the first dimension of all components is unknown.
 
     Raises:
-        UsageError: elements have another structure, the dataset is infinite and ``num_samples`` is None, or
-            ``num_samples`` exceeds the dataset.
+        UsageError: elements have another structure, the dataset is infinite or cannot be counted within 600 s and
+            ``num_samples`` is None, or ``num_samples`` exceeds the dataset.
         DataError: the dataset is empty.
     """
 
@@ -73,7 +79,7 @@ class Stream:
         if num_samples is not None:
             dataset = dataset.take(num_samples)
         elif known == tf.data.UNKNOWN_CARDINALITY:
-            num_samples = int(dataset.reduce(np.int64(0), lambda count, *_: count + 1))
+            num_samples = _count(dataset)
         else:
             num_samples = known
         if num_samples == 0:
@@ -139,6 +145,32 @@ class Stream:
 
     def _transformed(self, samples: tf.data.Dataset, num_parallel_calls: int | None = None) -> tf.data.Dataset:
         return samples if self._transform is None else samples.map(self._transform, num_parallel_calls)
+
+
+def _count(dataset: tf.data.Dataset) -> int:
+    """The number of samples, which are read once for it.
+
+    Raises:
+        UsageError: counting takes too long: the data set may have no end.
+    """
+    begin_s, num_samples, has_said = time.monotonic(), 0, False
+    ones = dataset.map(lambda *_: np.int64(1)).batch(_COUNTED_AT_ONCE).map(tf.size)
+    for number in ones:
+        num_samples += int(number)
+        took_s = time.monotonic() - begin_s
+        if took_s > _SAYS_AFTER_S and not has_said:
+            has_said = True
+            report(
+                environment.launcher().rank,
+                f"counting the samples of a data set of unknown length: {num_samples} so far. {_REMEDY} to begin at "
+                "once, or if it has no end.",
+            )
+        if took_s > _ENDS_AFTER_S:
+            raise UsageError(
+                "a data set of unknown length must end: its samples are counted before the first step. Received: one "
+                f"with {num_samples} samples after {took_s:.0f} s. {_REMEDY}: the number of samples in an epoch."
+            )
+    return num_samples
 
 
 def _is_batched(element_spec: Any) -> bool:

@@ -3,6 +3,7 @@
 import shutil
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -21,6 +22,7 @@ from trainings import (
     tanh_model,
 )
 
+from hvdtrain import CheckpointConfig, Checkpointer, TrainConfig, Trainer
 from hvdtrain.checkpoint import storage
 from hvdtrain.data import Arrays, Stream
 from hvdtrain.distributed import runtime
@@ -329,3 +331,28 @@ def test_another_run_is_refused_with_the_difference(folder):
             make_run(optimizer, folder, steps=5, **{**own, **options}).fit()
         assert caught.value.exit_code == 65
         assert before == (sorted(folder.rglob("*")) if RANK == 0 else None)
+
+
+def test_states_of_recurrent_layers_are_resumed(folder, capfd):
+    """Each rank has those of its own samples; no step of one process has them, so that steps cannot be compared."""
+    size = 4 * SIZE
+    series = np.cumsum(np.random.default_rng(0).normal(size=(size, 61)), 1) * 0.3
+    x = np.concatenate([series[:, 5 * t : 5 * t + 5, None] for t in range(12)])
+    y = np.concatenate([series[:, 5 * t + 5, None] for t in range(12)])
+
+    def train(name, steps):
+        keras.utils.set_random_seed(1)
+        inputs = layers.Input(batch_shape=(4, 5, 1))
+        model = keras.Sequential([inputs, layers.LSTM(8, stateful=True), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        config = TrainConfig(batch_size=4, steps=steps, checkpoint=CheckpointConfig(checkpoint_every=100))
+        data = tf.data.Dataset.from_tensor_slices((x, y))
+        Trainer(model, data, config, checkpointer=Checkpointer(folder / name, model)).fit()
+        return values(model.weights)
+
+    in_one_go = train("a", 12)
+    train("b", 6)
+    for ours, theirs in zip(train("b", 12), in_one_go, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    said = "its layers keep states of the samples of each rank's last batch"
+    assert (said in capfd.readouterr().out) == (RANK == 0 and SIZE > 1)

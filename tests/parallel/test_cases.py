@@ -15,7 +15,7 @@ JOBS = {
     ("callbacks+metrics", 2): 50,
     ("fit+equality", 2): 59,
     ("after_training+own_values", 2): 58,
-    ("resume", 2): 11,
+    ("resume", 2): 12,
     ("local_sgd", 2): 26,
     ("subsets", 4): 13,
     ("quorum", 2): 10,

@@ -9,7 +9,7 @@ from keras import layers
 from trainers import make_trainer
 
 import hvdtrain
-from hvdtrain.data import Arrays, Batches, Data, RandomAccess, Stream, evaluation_dataset, training_dataset
+from hvdtrain.data import Arrays, Batches, Data, RandomAccess, Stream, evaluation_dataset, stream, training_dataset
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.data.splits import as_source
 from hvdtrain.errors import DataError, UsageError
@@ -206,3 +206,20 @@ def test_what_cannot_be_a_source_is_refused():
         list(evaluation_dataset(Batches(Uneven(7)), 50, rank=0, size=1))
     with pytest.raises(tf.errors.OpError, match="the same shapes"):
         list(evaluation_dataset(RandomAccess(Ragged()), 50, rank=0, size=1))
+
+
+def test_a_generator_without_an_end_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(stream, "_SAYS_AFTER_S", 0.01)
+    monkeypatch.setattr(stream, "_ENDS_AFTER_S", 0.2)
+
+    def endless():
+        while True:
+            yield 1.0
+
+    dataset = tf.data.Dataset.from_generator(endless, output_signature=tf.TensorSpec(()))
+    with pytest.raises(UsageError, match=r"must end: .* Received: one with \d+ samples after .* num_samples="):
+        Stream(dataset)
+    assert capsys.readouterr().err.count("counting the samples of a data set of unknown length") == 1
+    filtered = tf.data.Dataset.range(250).filter(lambda number: number % 2 == 0)
+    assert Stream(filtered).num_samples == 125
+    assert Stream(dataset, num_samples=3).num_samples == 3

@@ -68,6 +68,23 @@ def test_launchers_are_distinguished(env, expected):
     assert find_launcher(env) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "Flux started 2 or more, but MPI connects 1"),
+        ({"PALS_RANKID": "0", "PALS_LOCAL_SIZE": "2"}, "Cray PALS started 2 or more"),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "torchrun started 4 or more"),
+    ],
+)
+def test_ranks_that_mpi_does_not_connect_are_refused(env, said):
+    """Each would train alone, and write into the same folder."""
+    program = [sys.executable, "-c", "import hvdtrain; hvdtrain.init()"]
+    done = subprocess.run(program, env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert said in done.stderr, done.stderr
+
+
 def test_mpi_binding_is_detected():
     env = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_orte_bound_at_launch": "1"}
     assert find_launcher(env).bound_to_cores

@@ -10,6 +10,7 @@ import numpy as np
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import optimizer_variables
+from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import differing, require_equal_variables, share
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
@@ -84,6 +85,8 @@ class StepCheck:
         """
         self._require_equal_replicas()
         require_sums_from_the_start(self._model)
+        if recurrent_states(self._model):
+            return Finding({}, unchecked="its layers keep states of the samples of each rank's last batch")
         samples = gather_samples(batch, self._collectives)
         if samples is None:
             return Finding({}, unchecked="a rank has no samples")
