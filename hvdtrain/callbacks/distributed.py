@@ -13,7 +13,7 @@ from hvdtrain.callbacks.metric_average import MetricAverageCallback
 from hvdtrain.callbacks.replay import Replay
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
-from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.agreement import require_agreement, require_same_call
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import require_equal_variables, share_statistics, shared_statistics
 from hvdtrain.distributed.shards import whole_variables
@@ -171,6 +171,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
             self._metrics.on_test_begin()
             self._meet("starts its validation")
         elif not self._is_alone:
+            require_same_call("model.evaluate", self._collectives)
             self._metrics.evaluation_begins()
             self._statistics.enter_context(shared_statistics(self.model, self._collectives))
         self._forward("on_test_begin", logs)

@@ -45,6 +45,15 @@ def require_agreement(
         )
 
 
+def require_same_call(name: str, collectives: Collectives) -> None:
+    """Call it first in what all ranks must call: a rank that calls something else would not be waited for in vain.
+
+    Raises:
+        DisagreementError: on every rank, if others have called something else that compares ranks first.
+    """
+    require_agreement("call", {"call": name}, collectives, remedy=f"Call {name} on every rank, not on some.")
+
+
 def ranks_text(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """``ranks 1, 3``, with their hosts if the job has several.
 

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed import runtime
-from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.agreement import require_agreement, require_same_call
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import UsageError
 
@@ -69,7 +69,9 @@ def gather_objects(value: Any, *, collectives: Collectives | None = None) -> lis
         UsageError: a compiled function calls it.
     """
     _require_eager("gather_objects", "gather")
-    return (collectives or runtime.current().collectives).allgather(value)
+    ranks = collectives or runtime.current().collectives
+    require_same_call("hvdtrain.gather_objects", ranks)
+    return ranks.allgather(value)
 
 
 def broadcast_object(value: Any, root_rank: int = 0, *, collectives: Collectives | None = None) -> Any:
@@ -82,6 +84,7 @@ def broadcast_object(value: Any, root_rank: int = 0, *, collectives: Collectives
     ranks = collectives or runtime.current().collectives
     if not 0 <= root_rank < ranks.size:
         raise UsageError(f"root_rank must be a rank, from 0 to {ranks.size - 1}. Received: {root_rank}")
+    require_same_call("hvdtrain.broadcast_object", ranks)
     return ranks.allgather(value if ranks.rank == root_rank else None)[root_rank]
 
 
@@ -92,7 +95,7 @@ def barrier(*, collectives: Collectives | None = None) -> None:
         UsageError: a compiled function calls it.
     """
     _require_eager("barrier", "average")
-    (collectives or runtime.current().collectives).barrier()
+    require_same_call("hvdtrain.barrier", collectives or runtime.current().collectives)
 
 
 def is_main_process() -> bool:

@@ -11,7 +11,7 @@ from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.data.splits import as_source
 from hvdtrain.distributed import runtime
-from hvdtrain.distributed.agreement import require_agreement
+from hvdtrain.distributed.agreement import require_agreement, require_same_call
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import shared_statistics
 from hvdtrain.errors import UsageError
@@ -84,6 +84,7 @@ def shared_source(data: Any, function: str, batch_size: int, ranks: Collectives)
             raise UsageError(f"batch_size must be at least 1. Received: {batch_size}")
         return as_source(data)
 
+    require_same_call(function, ranks)
     source = on_every_rank(opened, ranks)
     require_agreement(f"arguments of {function}", {"batch_size": batch_size, **source.facts()}, ranks)
     BadSampleQuota(0, ranks).note_known(source.bad_samples)

@@ -245,6 +245,25 @@ def test_what_is_refused():
             hvdtrain.predict(model, x if RANK == 0 else 3)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="needs another rank")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hvdtrain.evaluate", lambda model, x, y: hvdtrain.evaluate(model, (x, y))),
+        ("hvdtrain.predict", lambda model, x, y: hvdtrain.predict(model, x)),
+        (
+            "model.evaluate",
+            lambda model, x, y: model.evaluate(x, y, verbose=0, callbacks=hvdtrain.callbacks.distributed()),
+        ),
+        ("hvdtrain.barrier", lambda model, x, y: hvdtrain.barrier()),
+    ],
+)
+def test_a_rank_that_is_alone_in_a_call_does_not_wait_for_the_others(name, call):
+    model, (x, y) = compiled(), arrays(4 * SIZE)
+    with pytest.raises(DisagreementError, match=f"call: '{name}' on rank 0"):
+        call(model, x, y) if RANK == 0 else model.fit(x, y, verbose=0)
+
+
 def test_an_error_in_the_data_of_one_rank_ends_no_other():
     model, (x, _) = compiled(), arrays(COUNT)
 

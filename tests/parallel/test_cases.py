@@ -14,7 +14,7 @@ JOBS = {
     ("faults+few_bits", 2): 30,
     ("callbacks+metrics", 2): 50,
     ("fit+equality", 2): 59,
-    ("after_training+own_values", 2): 58,
+    ("after_training+own_values", 2): 62,
     ("resume", 2): 12,
     ("local_sgd", 2): 26,
     ("subsets", 4): 13,
@@ -27,7 +27,7 @@ LONG_JOBS |= {("sharded_optimizer", 2): 43, ("compression+sharded_optimizer", 4)
 LONG_JOBS |= {("options", 1): 22, ("optimizer+balancing", 4): 44, ("numerics+large_messages", 2): 40, ("quorum", 2): 22}
 LONG_JOBS |= {
     ("fit+equality", 4): 45,
-    ("after_training+own_values", 3): 58,
+    ("after_training+own_values", 3): 62,
     ("local_sgd", 4): 30,
     ("numerics+large_messages", 4): 36,
     ("resume", 4): 15,
