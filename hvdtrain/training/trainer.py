@@ -275,10 +275,11 @@ class Trainer:
             "checkpointer": "none" if self._checkpointer is None else "given",
             "synchronized BatchNormalization layers": self.parts.num_synchronized,
         }
-        require_agreement("arguments of Trainer", arguments, self._collectives)
+        # First, because some callbacks change arguments.
         require_agreement(
             "callbacks", {"callbacks": self._callbacks.names}, self._collectives, remedy=PASS_ALL_CALLBACKS
         )
+        require_agreement("arguments of Trainer", arguments, self._collectives)
         evaluation = self._data.evaluation
         require_agreement("evaluation data", {} if evaluation is None else evaluation.facts(), self._collectives)
         parts = self.parts
