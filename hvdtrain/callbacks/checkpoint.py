@@ -92,6 +92,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._watch = JobWatch(self._collectives, stall_timeout_s=0)
         self._watch.start()
         self._epoch = self._step = self._num_steps = self._saved_at = 0
+        at_begin = random_state.capture()
         restored = self._checkpointer.restore()
         if restored is None:
             return None
@@ -108,7 +109,10 @@ class Checkpoint(keras.callbacks.Callback):
         if self._collectives.rank == 0:
             report(0, f"resumed after step {self._num_steps}, in epoch {self._epoch + 1}, from {restored.path}")
         has_ended = state["stopped"] or self._epoch >= self.params["epochs"]
-        return Position(self._epoch, self._step, has_ended, self._continuing(restored))
+        position = Position(self._epoch, self._step, has_ended, self._continuing(restored))
+        # Data that a generator shuffles are read again from the beginning.
+        random_state.restore(at_begin)
+        return position
 
     def epoch_begins(self, epoch: int) -> None:
         """At the begin of an epoch that has not begun before."""
