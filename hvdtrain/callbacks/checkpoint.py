@@ -48,9 +48,6 @@ class Checkpoint(keras.callbacks.Callback):
         UsageError: ``every`` or ``keep`` is below 1.
     """
 
-    only_sets_learning_rate = True
-    """It decides nothing at batches: they cost no reduction."""
-
     def __init__(
         self,
         directory: str | Path,
@@ -72,6 +69,12 @@ class Checkpoint(keras.callbacks.Callback):
         self._collectives = collectives or runtime.current().collectives
         self._watch: JobWatch | None = None
         self._epoch = self._step = self._num_steps = self._saved_at = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        raise UsageError(
+            "Checkpoint must be called by hvdtrain.callbacks.distributed, after the other callbacks. Received: one in "
+            "another list. Pass callbacks=hvdtrain.callbacks.distributed([…]) to model.fit; Trainer has a Checkpointer."
+        )
 
     def begin(self, others: Sequence[keras.callbacks.Callback]) -> "Position | None":
         """Restores the latest checkpoint. After ``on_train_begin`` of the other callbacks; all ranks must call it.

@@ -9,7 +9,7 @@ from hvdtrain.commands.session import Session, run_on_ranks
 from hvdtrain.commands.trained_run import TrainedRun, open_run
 from hvdtrain.data import Source
 from hvdtrain.data.bad_samples import BadSampleQuota
-from hvdtrain.errors import DataError, HvdtrainError, StoppedEarly
+from hvdtrain.errors import DataError, HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.optim.ema import keep_ema_weights
 from hvdtrain.stores.local_copies import reading_folder
@@ -30,7 +30,7 @@ def run(config: PredictConfig | None, refused: HvdtrainError | None) -> int:
 
 def _predict(config: PredictConfig, session: Session) -> None:
     collectives = session.collectives
-    on_every_rank(lambda: require_format(Path(config.output)), collectives)
+    on_every_rank(lambda: _require_output(config.output), collectives)
     with open_run_files(run_dir_of(config.run_dir, config.task)) as files:
         trained = open_run(files, config.task, config.data_dir, collectives)
         restored = trained.load(config.checkpoint)
@@ -59,6 +59,12 @@ def _predict(config: PredictConfig, session: Session) -> None:
     if collectives.rank == 0:
         with contextlib.suppress(OSError):  # The file has been written, even if this line cannot be.
             print(f"{config.output}: {source.num_samples} predictions of step {restored.step}", flush=True)
+
+
+def _require_output(output: str) -> None:
+    if not output:
+        raise UsageError("predict needs --output, a file that ends in .npy, .csv or .parquet. Received: none.")
+    require_format(Path(output))
 
 
 def _samples(trained: TrainedRun, split: str) -> Source:

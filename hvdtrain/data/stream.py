@@ -158,10 +158,10 @@ def _count(dataset: tf.data.Dataset) -> int:
     for number in ones:
         num_samples += int(number)
         took_s = time.monotonic() - begin_s
-        if took_s > _SAYS_AFTER_S and not has_said:
+        if took_s > _SAYS_AFTER_S and not has_said and environment.launcher().rank == 0:
             has_said = True
             report(
-                environment.launcher().rank,
+                0,
                 f"counting the samples of a data set of unknown length: {num_samples} so far. {_REMEDY} to begin at "
                 "once, or if it has no end.",
             )

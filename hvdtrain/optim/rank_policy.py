@@ -10,8 +10,8 @@ from hvdtrain.errors import UsageError
 
 TRAIN_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 TEST_BATCH_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
-# What writes, and the attribute that says where; looked up by name, because not every Keras has all of them.
-_PLACES = {
+# Looked up by name, because not every Keras has all of them.
+PLACES = {
     "CSVLogger": "filename",
     "ModelCheckpoint": "filepath",
     "OrbaxCheckpoint": "directory",
@@ -19,7 +19,8 @@ _PLACES = {
     "RemoteMonitor": "root",
     "TensorBoard": "log_dir",
 }
-_WRITERS = tuple(getattr(keras.callbacks, name) for name in _PLACES if hasattr(keras.callbacks, name))
+"""Keras' callbacks that write, and the attribute that says where."""
+_WRITERS = tuple(getattr(keras.callbacks, name) for name in PLACES if hasattr(keras.callbacks, name))
 _SAVERS = ("ModelCheckpoint", "OrbaxCheckpoint")
 DECIDERS = (
     *("EarlyStopping", "History", "LambdaCallback", "LearningRateScheduler", "ReduceLROnPlateau"),
@@ -64,7 +65,7 @@ def require_own_places(callbacks: Sequence[keras.callbacks.Callback], collective
     Raises:
         UsageError: on every rank.
     """
-    own = {place for each in callbacks if (place := _place_of(each)) is not None}
+    own = {place for each in callbacks if (place := place_of(each)) is not None}
     seen: dict[tuple[str, str], int] = {}
     for rank, places in enumerate(collectives.allgather(own)):
         for name, path in sorted(places):
@@ -81,8 +82,9 @@ def require_own_places(callbacks: Sequence[keras.callbacks.Callback], collective
                 )
 
 
-def _place_of(callback: keras.callbacks.Callback) -> tuple[str, str] | None:
-    for name, attribute in {**_PLACES, "BackupAndRestore": "backup_dir"}.items():
+def place_of(callback: keras.callbacks.Callback) -> tuple[str, str] | None:
+    """The class of a callback that writes, and where it writes to; None for others."""
+    for name, attribute in {**PLACES, "BackupAndRestore": "backup_dir"}.items():
         kind: Any = getattr(keras.callbacks, name, None)
         if kind is not None and attribute is not None and isinstance(callback, kind):
             return name, str(getattr(callback, attribute, ""))

@@ -43,8 +43,8 @@ def evaluate(
         The values by name.
 
     Raises:
-        DataError: a sample cannot be read.
-        DisagreementError: ranks differ in arguments or data.
+        DisagreementError: on every rank: ranks differ in arguments or data.
+        JobError: on every rank: an argument breaks its rule, or a sample cannot be read.
         UsageError: the model is not compiled, or the state of a metric is not a sum.
     """
     ranks = collectives or runtime.current().collectives
@@ -62,6 +62,7 @@ def evaluate(
         synchronized=partial(shared_statistics, model, ranks),
         job_watch=JobWatch(ranks),
         step=_eval_step(model),
+        ends_together=True,
     )
     values = evaluator.run(NoCallbacks(), step=0)
     assert values is not None

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import keras
 import tensorflow as tf
 
 from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.ema import ema_weights
 from hvdtrain.training.callbacks import EvaluationCallbacks
@@ -24,6 +26,7 @@ class Evaluator:
         synchronized: a context in which the model holds synchronized values.
         job_watch: receives heartbeats; an evaluation is cut short if the job has to stop.
         step: of this model (default: one that is compiled now).
+        ends_together: raise an error of one rank on all; False: it ends the job.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Evaluator:
         synchronized: Callable[[], AbstractContextManager[None]],
         job_watch: JobWatch,
         step: EvalStep | None = None,
+        ends_together: bool = False,
     ):
         self._model = model
         self._step = step or EvalStep(model)
@@ -44,6 +48,7 @@ class Evaluator:
         self._uses_ema = uses_ema
         self._synchronized = synchronized
         self._job_watch = job_watch
+        self._ends_together = ends_together
 
     def run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, float] | None:
         """Counts each sample once; the results are the same on every rank. All ranks must call it.
@@ -64,7 +69,8 @@ class Evaluator:
         callbacks.test_begins()
         self._model.reset_metrics()
         require_sums(self._model)
-        is_complete = self._evaluate_share(callbacks, step)
+        evaluate = partial(self._evaluate_share, callbacks, step)
+        is_complete = on_every_rank(evaluate, self._collectives) if self._ends_together else evaluate()
         # Also on a rank that has cut its share short: the others wait for it here.
         results = results_if_complete(
             self._model, self._collectives, is_complete=is_complete, returned=self._step.returned

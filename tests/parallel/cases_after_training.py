@@ -265,7 +265,7 @@ def test_a_rank_that_is_alone_in_a_call_does_not_wait_for_the_others(name, call)
 
 
 def test_an_error_in_the_data_of_one_rank_ends_no_other():
-    model, (x, _) = compiled(), arrays(COUNT)
+    model, (x, y) = compiled(), arrays(COUNT)
 
     class Failing:
         def __len__(self):
@@ -274,12 +274,14 @@ def test_an_error_in_the_data_of_one_rank_ends_no_other():
         def __getitem__(self, number):
             if number == 1 and "sees" in vars(self):
                 raise OSError("unreadable")
-            return x[number]
+            return x[number], y[number]
 
     data = hvdtrain.data.RandomAccess(broken := Failing())
     broken.sees = True
     with pytest.raises(JobError, match="unreadable"):
         hvdtrain.predict(model, data)
+    with pytest.raises(JobError, match="unreadable"):
+        hvdtrain.evaluate(model, data)
 
 
 def test_the_trainer_evaluates_and_predicts():

@@ -287,6 +287,8 @@ def test_what_cannot_work_is_refused(folder):
         distributed([Checkpoint(folder / "a"), Checkpoint(folder / "b")])
     with pytest.raises(UsageError, match='every must be "epoch" or a number of steps'):
         Checkpoint(folder / "a", every=0)
+    with pytest.raises(UsageError, match=r"Checkpoint must be called by hvdtrain\.callbacks\.distributed"):
+        fit([Checkpoint(folder / "a")])
     with pytest.raises(DisagreementError, match="epochs"):
         fit(distributed(), epochs=2 + RANK)
     with pytest.raises(UsageError, match=r"rank 0 starts its validation, rank 1 ends its epoch without a validation"):

@@ -16,12 +16,13 @@ COMMAND = [sys.executable, "-m", "hvdtrain"]
 
 def test_predictions_of_a_run(tmp_path):
     run = ["--run-dir", tmp_path / "run"]
-    train, of_two, of_training, refused = run_commands(
+    train, of_two, of_training, refused, without = run_commands(
         [
             ["--steps", 20, *run],
             ["predict", *run, "--output", tmp_path / "two.npy"],
             ["predict", *run, "--output", tmp_path / "training.csv", "--split", "training", "--batch-size", 100],
             ["predict", *run, "--output", tmp_path / "a.txt"],
+            ["predict", *run],
         ],
         ranks=2,
         folder=tmp_path / "jobs",
@@ -30,6 +31,8 @@ def test_predictions_of_a_run(tmp_path):
     assert (train.code, of_two.code, of_training.code) == (0, 0, 0), of_two.output + of_training.output
     assert f"{tmp_path / 'two.npy'}: 360 predictions of step 20" in of_two.output
     assert refused.code == 64
+    assert without.code == 64
+    assert "predict needs --output, a file that ends in .npy, .csv or .parquet." in without.only_message
     assert "--output must end in .npy, .csv, .parquet. Received: " in refused.only_message
 
     done = run_job(
