@@ -146,6 +146,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _stop_if_requested(self, logs: Mapping[str, Any] | None = None) -> None:
         assert self._watch is not None
+        self._watch.heartbeat("training", self._num_steps)  # So that a message about a lost rank names its step.
         if not self._watch.check():
             return
         self._save(logs, wait=True)

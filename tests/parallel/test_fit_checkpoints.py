@@ -44,6 +44,9 @@ def test_a_stopped_and_a_killed_fit_resume_bit_identically(data, ranks, launcher
     assert "The state is saved; start the same command again to resume." in stopped.output
     killed, _ = fit(folder, fault="SIGKILL", at=33, **how)
     assert killed.code not in (0, 75), killed.output
+    if ranks > 1:
+        assert f"lost connection to rank {ranks - 1} (host " in killed.output
+        assert "before its first step" not in killed.output
     resumed, found = fit(folder, **how)
     assert resumed.code == 0, resumed.output
     assert "resumed after step " in resumed.output
