@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from hvdtrain.distributed.power_sgd import PowerSGD
     from hvdtrain.distributed.replica_consistency import broadcast
-    from hvdtrain.distributed.runtime import Topology, init, process_set
+    from hvdtrain.distributed.runtime import Topology, process_set
     from hvdtrain.fault_tolerance.job_watch import JobWatch
     from hvdtrain.local_sgd.averager import ParameterAverager
     from hvdtrain.local_sgd.config import LocalSGDConfig
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
     from hvdtrain.training.equality.verify import verify
     from hvdtrain.training.evaluation import evaluate
+    from hvdtrain.training.own_program import init
     from hvdtrain.training.prediction import predict
     from hvdtrain.training.trainer import Trainer
 
@@ -141,7 +142,7 @@ _MODULES = {
     "evaluate": "training.evaluation",
     "gather": "optim.gathering",
     "gather_objects": "distributed.own_values",
-    "init": "distributed.runtime",
+    "init": "training.own_program",
     "is_main_process": "distributed.own_values",
     "predict": "training.prediction",
     "print_once": "distributed.own_values",

@@ -24,6 +24,7 @@ from hvdtrain.optim.ema import keeps_ema
 from hvdtrain.training.callbacks import NoCallbacks
 from hvdtrain.training.eval_step import build_metrics
 from hvdtrain.training.evaluator import Evaluator
+from hvdtrain.training.metrics import single_numbers
 
 _POLL_EVERY_S = 2.0
 
@@ -54,7 +55,7 @@ def _evaluate_run(config: EvalConfig, files: RunFiles, session: Session) -> None
             step = trained.load(config.checkpoint).step
             values = evaluator.run(NoCallbacks(), step)
             if values is not None:
-                reporter.evaluated(step, values)
+                reporter.evaluated(step, single_numbers(values))
                 if collectives.rank == 0:
                     files.upload(EVALUATIONS)
                 if not config.watch:

@@ -25,7 +25,7 @@ class Arrays(NumberedSource):
 
     Args:
         x: the inputs: an array, or a structure (dict, tuple) of arrays of shape ``[num_samples, …]``, of numbers or
-            strings.
+            strings. The rows of scipy's sparse matrices become dense when they are read.
         y: the targets, likewise; None for models that train on x alone.
         sample_weight: shape ``[num_samples]``; None weights all samples equally.
         augment: called during training as ``x, y = augment(x, y, seed)`` on single samples. ``seed``, int32
@@ -46,7 +46,7 @@ class Arrays(NumberedSource):
         self._parts: Parts = (self.x,) if y is None else (self.x, self.y)
         if sample_weight is not None:
             self._parts += (np.asarray(sample_weight, keras.config.floatx()),)
-        self._arrays: list[np.ndarray] = tf.nest.flatten(self._parts)
+        self._arrays: list[Any] = tf.nest.flatten(self._parts)
         sizes = {len(array) if array.ndim else 0 for array in self._arrays}
         if len(sizes) != 1 or 0 in sizes:
             shapes = [array.shape for array in self._arrays]
@@ -65,16 +65,13 @@ class Arrays(NumberedSource):
     @functools.cached_property
     def _tensors(self) -> list[tf.Tensor | None]:
         """The arrays that are copied into tensors; None for those that are read in place."""
-        in_memory = [array for array in self._arrays if not isinstance(array, np.memmap)]
-        copies_all = sum(array.nbytes for array in in_memory) <= _MAX_COPIED_BYTES
+        copies_all = sum(array.nbytes for array in self._arrays if _is_in_memory(array)) <= _MAX_COPIED_BYTES
         # Datasets capture these tensors by reference, so the arrays are copied once, not per dataset. init_scope keeps
         # them out of the graph that is being traced when they are first used. Input runs on the CPU: GPU memory is for
         # the model.
         with tf.init_scope(), tf.device("CPU"):
             return [
-                tf.constant(array)
-                if array.dtype.kind in _STRINGS or (copies_all and not isinstance(array, np.memmap))
-                else None
+                tf.constant(array) if array.dtype.kind in _STRINGS or (copies_all and _is_in_memory(array)) else None
                 for array in self._arrays
             ]
 
@@ -89,7 +86,36 @@ class Arrays(NumberedSource):
         return tf.nest.pack_sequence_as(self._parts, flat)
 
 
-def _as_array(array: Any) -> np.ndarray:
+class _SparseRows:
+    """A sparse matrix of scipy, indexed as an array."""
+
+    ndim = 2
+
+    def __init__(self, matrix: Any):
+        self._matrix = matrix.tocsr()
+        self.dtype: np.dtype = matrix.dtype
+        self.shape: tuple[int, ...] = matrix.shape
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, numbers: np.ndarray) -> np.ndarray:
+        rows: np.ndarray = self._matrix[numbers].toarray()
+        return rows
+
+
+def _is_in_memory(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and not isinstance(array, np.memmap)
+
+
+def _as_array(array: Any) -> Any:
+    if hasattr(array, "tocsr"):
+        return _SparseRows(array)
+    if isinstance(array, tf.RaggedTensor | tf.SparseTensor):
+        raise DataError(
+            f"arrays must have rows of one shape. Received: {type(array).__name__}. Pass a tf.data.Dataset "
+            "(tf.data.Dataset.from_tensor_slices)."
+        )
     # np.asarray would return a memory map as an ordinary array.
     array = array if isinstance(array, np.memmap) else np.asarray(array)
     if array.dtype.kind not in "biufcV" and not _holds_strings(array):

@@ -18,7 +18,8 @@ def shard(*data: Any, drop_remainder: bool = True) -> Any:
 
     Args:
         data: arrays, or structures (dict, tuple, list) of arrays, with the same number of samples: NumPy arrays and
-            memory maps, tensors, pandas' frames, and whatever else has a length and can be sliced. Or one
+            memory maps, tensors (also ragged and sparse ones), pandas' frames, sparse matrices of scipy, and whatever
+            else has a length and can be sliced. Or one
             ``tf.data.Dataset``, the same on every rank: of single samples, before ``batch``. One of batches is sharded
             by batch, and the last batch may be smaller on one rank. Or one ``keras.utils.PyDataset``, which is sharded
             by batch.
@@ -56,8 +57,12 @@ def shard_of(data: tuple[Any, ...], rank: int, size: int, *, drop_remainder: boo
 
 
 def _shard_of_arrays(data: tuple[Any, ...], rank: int, size: int, drop_remainder: bool) -> tuple[Any, ...]:
+    # Sparse matrices of scipy have rows in this format only.
+    data = tf.nest.map_structure(lambda each: each.tocsr() if hasattr(each, "tocsr") else each, data)
     arrays = [each for each in tf.nest.flatten(data) if each is not None]
     for each in arrays:
+        if isinstance(each, tf.SparseTensor):
+            continue
         if isinstance(each, str | bytes) or not hasattr(each, "__getitem__") or not getattr(each, "shape", (1,)):
             raise UsageError(
                 "shard needs arrays, structures of them, a tf.data.Dataset or a PyDataset. Received: "
@@ -72,9 +77,19 @@ def _shard_of_arrays(data: tuple[Any, ...], rank: int, size: int, drop_remainder
     usable = length // size * size if drop_remainder else length
 
     def part(array: Any) -> Any:
+        if isinstance(array, tf.SparseTensor):
+            return _rows_of_sparse(array, rank, usable, size)
         return None if array is None else getattr(array, "iloc", array)[rank:usable:size]
 
     return tf.nest.map_structure(part, data)
+
+
+def _rows_of_sparse(tensor: tf.SparseTensor, rank: int, usable: int, size: int) -> tf.SparseTensor:
+    """The rows ``[rank:usable:size]``."""
+    rows = tensor.indices[:, 0]
+    kept = tf.sparse.retain(tensor, (rows % size == rank) & (rows < usable))
+    indices = tf.concat([kept.indices[:, :1] // size, kept.indices[:, 1:]], axis=1)
+    return tf.SparseTensor(indices, kept.values, [len(range(rank, usable, size)), *tensor.shape[1:]])
 
 
 def _shard_of_dataset(dataset: tf.data.Dataset, rank: int, size: int, drop_remainder: bool) -> tf.data.Dataset:

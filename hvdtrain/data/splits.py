@@ -55,7 +55,7 @@ def as_source(samples: Any) -> Source:
         return Batches(samples)
     if isinstance(samples, tuple) and 1 <= len(samples) <= 3:
         return Arrays(*samples)
-    if isinstance(samples, Mapping) or hasattr(samples, "__array__"):
+    if isinstance(samples, Mapping) or hasattr(samples, "__array__") or hasattr(samples, "tocsr"):
         return Arrays(samples)
     if hasattr(samples, "__len__") and hasattr(samples, "__getitem__") and not isinstance(samples, str | bytes):
         return RandomAccess(samples)

@@ -26,8 +26,9 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 def build_optimizer(model: keras.Model) -> None:
     """Creates the variables of a model's only optimizer; which variables one of several trains is not known here."""
-    if optimizers_of(model) == [model.optimizer] and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    own = getattr(model, "optimizer", None)  # A model that is not compiled has no such attribute.
+    if own is not None and optimizers_of(model) == [own] and not own.built:
+        own.build(model.trainable_variables)
 
 
 def _is_default(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -16,7 +16,7 @@ from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.distinct_values import most_common
 from hvdtrain.distributed.model_roles import note_replicated
-from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, optimizers_of, require_keras_model
+from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, require_keras_model
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import host_array, path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
@@ -35,7 +35,8 @@ def broadcast(
 ) -> None:
     """Copies rank 0's variables of the model and its optimizer to all ranks; call it before the first step.
 
-    Also those of a ``tf.Module``, and the variables in a list, such as ``optimizer.variables`` in a loop of your own.
+    Also those of a ``tf.Module``, and the variables in a list, such as ``optimizer.variables`` if the model is not
+    compiled.
 
     Builds the optimizer. Layers with ``adapt`` (Normalization, StringLookup, …) get rank 0's state, lookup tables
     included. Each rank has its own random streams, derived from rank 0's: those of the model's seed generators
@@ -44,7 +45,7 @@ def broadcast(
 
     Raises:
         DivergenceError: on every rank: vocabularies have different sizes, on which the model's shapes depend.
-        UsageError: the model is not built or not compiled.
+        UsageError: the model is not built.
     """
     collectives = collectives or runtime.current().collectives
     if not isinstance(model, keras.Model) and isinstance(model, tf.Module):
@@ -53,10 +54,10 @@ def broadcast(
         collectives.broadcast([resource_of(variable) for variable in model])
         return
     require_keras_model(model)
-    if not is_built(model) or not optimizers_of(model):
+    if not is_built(model):
         raise UsageError(
-            f"model {model.name!r} must be built and compiled before its variables are broadcast: give its first "
-            "layer an Input, or call the model once on a batch."
+            f"model {model.name!r} must be built before its variables are broadcast: give its first layer an Input, or "
+            "call the model once on a batch."
         )
     build_optimizer(model)
     _report_foreign_variables(model, collectives)

@@ -26,6 +26,7 @@ from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.fused_sgd import fused_update_step
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.keras_calls import call_pipeline
+from hvdtrain.optim.made_steps import count_steps_of
 from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
 from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
 from hvdtrain.optim.step_reduction import StepReduction
@@ -121,6 +122,7 @@ def distribute(
             local_variables=local_variables,
         )
         call_pipeline(leaf, make_pipeline(leaf, reduction, ema_ramp=ema_ramp))
+        count_steps_of(leaf)
     return optimizer
 
 

@@ -12,6 +12,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import with_shapes_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.equal_start import require_same_gradients
+from hvdtrain.optim.made_steps import count_step_of_a_tape
 
 _compared: set[tuple[int, ...]] = set()
 """For which variables the ranks have compared which have gradients."""
@@ -67,6 +68,7 @@ class DistributedGradientTape:
             own = with_shapes_of([variables[i] for i in found], [flat[i] for i in found])
             for i, reduced in zip(found, self._reduce(own).gradients, strict=True):
                 flat[i] = reduced
+            count_step_of_a_tape()
         return tf.nest.pack_sequence_as(gradients, flat)
 
     def _require_same_gradients(self, found: list[int], variables: list[Any]) -> None:

@@ -28,7 +28,7 @@ class EvaluationCallbacks(Protocol):
     def test_begins(self) -> None: ...
     def test_batch_begins(self, batch: int) -> None: ...
     def test_batch_ends(self, batch: int) -> None: ...
-    def test_ends(self, values: Mapping[str, float]) -> None: ...
+    def test_ends(self, values: Mapping[str, Any]) -> None: ...
 
 
 class NoCallbacks:
@@ -39,7 +39,7 @@ class NoCallbacks:
     def test_begins(self) -> None: ...
     def test_batch_begins(self, batch: int) -> None: ...
     def test_batch_ends(self, batch: int) -> None: ...
-    def test_ends(self, values: Mapping[str, float]) -> None: ...
+    def test_ends(self, values: Mapping[str, Any]) -> None: ...
 
 
 class RankCallbacks:
@@ -152,17 +152,17 @@ class RankCallbacks:
         """Before a call of one or more steps; ``batch`` is the number of the first one in the epoch."""
         self._list.on_train_batch_begin(batch)
 
-    def train_call_ends(self, batch: int, values: Mapping[str, float]) -> bool:
+    def train_call_ends(self, batch: int, values: Mapping[str, Any]) -> bool:
         """After a call; ``batch`` is the number of its last step. Returns whether training must stop."""
         self._list.on_train_batch_end(batch, dict(values))
         return self._stops_on_any_rank()
 
-    def epoch_ends(self, epoch: int, values: Mapping[str, float]) -> bool:
+    def epoch_ends(self, epoch: int, values: Mapping[str, Any]) -> bool:
         """Returns whether training must stop."""
         self._list.on_epoch_end(epoch, dict(values))
         return self._stops_on_any_rank()
 
-    def train_ends(self, values: Mapping[str, float]) -> None:
+    def train_ends(self, values: Mapping[str, Any]) -> None:
         self._list.on_train_end(dict(values))
 
     def test_begins(self) -> None:
@@ -175,7 +175,7 @@ class RankCallbacks:
         """Without values: ranks have different numbers of batches, and cannot reduce after each."""
         self._list.on_test_batch_end(batch)
 
-    def test_ends(self, values: Mapping[str, float]) -> None:
+    def test_ends(self, values: Mapping[str, Any]) -> None:
         self._list.on_test_end(dict(values))
 
     def _stops_on_any_rank(self) -> bool:

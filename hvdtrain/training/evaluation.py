@@ -25,7 +25,7 @@ from hvdtrain.training.evaluator import Evaluator
 
 def evaluate(
     model: keras.Model, data: Any, *, batch_size: int = 32, collectives: Collectives | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Loss and metrics over all samples, as one process computes them. All ranks must call it.
 
     Each rank evaluates its share of the samples, and the sums behind the values are added over ranks, so that the
@@ -40,7 +40,7 @@ def evaluate(
         collectives: the ranks that evaluate together (default: those of ``hvdtrain.init()``).
 
     Returns:
-        The values by name.
+        The values by name: numbers, or lists of numbers for metrics such as ``F1Score(average=None)``.
 
     Raises:
         DisagreementError: on every rank: ranks differ in arguments or data.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -50,7 +51,7 @@ class Evaluator:
         self._job_watch = job_watch
         self._ends_together = ends_together
 
-    def run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, float] | None:
+    def run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, Any] | None:
         """Counts each sample once; the results are the same on every rank. All ranks must call it.
 
         Returns:
@@ -65,7 +66,7 @@ class Evaluator:
             for variable, value in zip(self._model.metrics_variables, training_state, strict=True):
                 variable.assign(value)
 
-    def _run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, float] | None:
+    def _run(self, callbacks: EvaluationCallbacks, step: int) -> dict[str, Any] | None:
         callbacks.test_begins()
         self._model.reset_metrics()
         require_sums(self._model)

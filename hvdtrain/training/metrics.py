@@ -1,6 +1,6 @@
 """Metrics over all ranks: the sums behind them are reduced, not the ratios."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from hvdtrain.training.returned_results import ReturnedResults
 
 def reduced_results(
     model: keras.Model, collectives: Collectives, returned: ReturnedResults | None = None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """The model's loss and metrics over the samples of all ranks since they were last reset.
 
     Exact on uneven shards, also for metrics with vector state such as AUC: the state of a Keras
@@ -22,6 +22,9 @@ def reduced_results(
 
     Args:
         returned: by the model's own step (default: all metrics).
+
+    Returns:
+        By name, numbers, or lists of numbers for metrics such as ``F1Score(average=None)``.
     """
     results = results_if_complete(model, collectives, is_complete=True, returned=returned)
     assert results is not None
@@ -30,7 +33,7 @@ def reduced_results(
 
 def results_if_complete(
     model: keras.Model, collectives: Collectives, *, is_complete: bool, returned: ReturnedResults | None = None
-) -> dict[str, float] | None:
+) -> dict[str, Any] | None:
     """As :func:`reduced_results`; None if a rank says that its share is not complete.
 
     Raises:
@@ -42,9 +45,24 @@ def results_if_complete(
         [*sums(model), returned.last(), np.array(is_complete, np.float32), violations(model)]
     )
     require_none_violated(model, violated)
+    if num_complete < collectives.size:
+        return None
     found = results_of(model, totals, lambda: returned.results(model, last / collectives.size))
-    results = {name: value for name, value in found.items() if np.ndim(value) == 0}
-    return results if num_complete == collectives.size else None
+    return {name: value if np.ndim(value) == 0 else value.tolist() for name, value in found.items()}
+
+
+def single_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of results, for reporters: those of a list ``f1_score`` are ``f1_score_0``, ``f1_score_1``, ….
+
+    The elements of a matrix are numbered row by row.
+    """
+    numbers = {}
+    for name, value in results.items():
+        if np.ndim(value) == 0:
+            numbers[name] = value
+        else:
+            numbers |= {f"{name}_{i}": each for i, each in enumerate(np.ravel(value).tolist())}
+    return numbers
 
 
 def sums(model: keras.Model) -> list[np.ndarray]:

@@ -25,13 +25,13 @@ class Progress:
     """Whether those of them that come before the evaluation are done: a resumed run must not log them twice."""
     is_stopped: bool = False
     """Whether a callback has stopped the training."""
-    values: dict[str, float] = dataclasses.field(default_factory=dict)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Loss and metrics of the epoch so far, over all ranks."""
     values_step: int = 0
     """The step that ``values`` were computed at."""
-    evaluated: dict[str, float] = dataclasses.field(default_factory=dict)
+    evaluated: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The results of the last evaluation."""
-    validated: dict[str, float] = dataclasses.field(default_factory=dict)
+    validated: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The last evaluation of this epoch, under the names that Keras' callbacks expect."""
     reported_skipped_steps: int = 0
     """Number of skipped steps that have been reported."""
@@ -45,7 +45,7 @@ class Progress:
         for field in dataclasses.fields(self):
             setattr(self, field.name, state[field.name])
 
-    def record_evaluation(self, results: dict[str, float]) -> None:
+    def record_evaluation(self, results: dict[str, Any]) -> None:
         """Keeps the results of an evaluation."""
         self.evaluated = results
         self.validated = {f"val_{name}": value for name, value in results.items()}

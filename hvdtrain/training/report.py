@@ -22,7 +22,7 @@ from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.gradient_record import GradientRecord
 from hvdtrain.training.load_balancing import LoadBalancer
-from hvdtrain.training.metrics import reduced_results
+from hvdtrain.training.metrics import reduced_results, single_numbers
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.returned_results import ReturnedResults
 from hvdtrain.training.step_times import TimeShares
@@ -86,7 +86,7 @@ class TrainingReport:
             "global batch": f"{plan.global_batch_size} samples, {plan.steps_per_epoch} steps per epoch",
         }
 
-    def epoch_so_far(self) -> dict[str, float]:
+    def epoch_so_far(self) -> dict[str, Any]:
         """Loss and metrics of the epoch over all ranks, reduced once per step."""
         progress = self._progress
         if progress.values_step != progress.step:
@@ -104,7 +104,7 @@ class TrainingReport:
             **gpu_gauges(),
             **(clock.speed_since_last(self._feed.plan.global_batch_size) if clock.has_timed else {}),
         }
-        self._reporter.progressed(self._progress.step, {**self.epoch_so_far(), **gauges})
+        self._reporter.progressed(self._progress.step, {**single_numbers(self.epoch_so_far()), **gauges})
 
     def histograms(self) -> None:
         """Reports histograms of weights, gradients and activations."""
@@ -128,8 +128,8 @@ class TrainingReport:
             "epochs": shape.epochs(progress.step),
             "samples": shape.samples(progress.step),
             "loss": progress.values.get("loss"),
-            "metrics": {name: value for name, value in progress.values.items() if name != "loss"},
-            "eval": progress.evaluated,
+            "metrics": {name: value for name, value in single_numbers(progress.values).items() if name != "loss"},
+            "eval": single_numbers(progress.evaluated),
             "wall_seconds": clock.wall_seconds(),
             **self._speed(clock),
             "bytes_reduced": strategy.bytes_reduced,

@@ -36,6 +36,7 @@ from hvdtrain.training.gradient_record import make_record
 from hvdtrain.training.guards import Guards
 from hvdtrain.training.members import make_members
 from hvdtrain.training.metric_state import require_sums
+from hvdtrain.training.metrics import single_numbers
 from hvdtrain.training.parts import make_parts
 from hvdtrain.training.plan import sample_plan, total_steps
 from hvdtrain.training.prediction import predict
@@ -222,7 +223,7 @@ class Trainer:
                 self._reporter.close()
         return summary
 
-    def evaluate(self, data: Any = None) -> dict[str, float]:
+    def evaluate(self, data: Any = None) -> dict[str, Any]:
         """Loss and metrics of the model over all samples, equal on every rank. All ranks must call it.
 
         Args:
@@ -402,7 +403,7 @@ class Trainer:
             self._stop_if_requested()
             assert results is not None
             progress.record_evaluation(results)
-            self._reporter.evaluated(self.step, results)
+            self._reporter.evaluated(self.step, single_numbers(results))
         if self._is_due("epoch") or progress.is_stopped:
             progress.is_stopped = self._end_epoch() or progress.is_stopped
         progress.is_between_calls = True

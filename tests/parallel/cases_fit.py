@@ -431,6 +431,17 @@ def test_sharded_data_trains_as_one_process(kind):
     assert relative_difference(values(model.weights), weights_alone(count // SIZE * SIZE)) < 1e-6
 
 
+def test_a_validation_split_of_shards_is_that_of_one_process():
+    alone = dense_model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss(), metrics=["accuracy"])
+    how = {"epochs": 2, "shuffle": False, "validation_split": 0.25, "verbose": 0}
+    expected = alone.fit(X, Y, batch_size=BATCH * SIZE, **how).history
+    x, y = hvdtrain.shard(X, Y)
+    model, history = fit(distributed(), x=x, y=y, validation_data=None, **how)
+    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-6
+    assert {name: pytest.approx(each, rel=1e-5) for name, each in expected.items()} == history
+
+
 def test_layers_adapted_on_shards_compute_alike_on_all_ranks():
     normalization = layers.Normalization()
     normalization.adapt(SHARD_X + 10 * RANK)

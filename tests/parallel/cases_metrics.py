@@ -79,19 +79,36 @@ def test_metric_over_uneven_shards(name):
         metric.update_state(*batch)
 
     update(slice(cuts[RANK], cuts[RANK + 1]))
-    if np.ndim(metric.result()) or isinstance(metric.result(), dict):
-        reduced = None
-        totals = COLLECTIVES.sum([variable.numpy() for variable in metric.variables])
-    else:
-        reduced = reduced_results(Holder(), COLLECTIVES)["value"]
-        totals = None
+    reduced = reduced_results(Holder(), COLLECTIVES)["value"]
     metric.reset_state()
     update(slice(None))
-    if reduced is None:
-        for total, variable in zip(totals, metric.variables, strict=True):
-            assert total == pytest.approx(variable.numpy(), rel=1e-5)
-    else:
-        assert reduced == pytest.approx(float(metric.result()), rel=1e-5)
+    assert reduced == pytest.approx(np.asarray(metric.result()).tolist(), rel=1e-5)
+
+
+def test_a_metric_of_several_numbers_is_logged_as_lists_and_reported_as_numbers():
+    class Reports(hvdtrain.Reporter):
+        def __init__(self):
+            self.values = {}
+
+        def evaluated(self, step, values):
+            self.values = dict(values)
+
+    model = dense_model()
+    targets = keras.ops.one_hot(Y, NUM_CLASSES).numpy()
+    cross_entropy = keras.losses.CategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", cross_entropy, metrics=[keras.metrics.F1Score(average=None)])
+    logs = {}
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, each: logs.update(each))
+    reports = Reports()
+    source = Arrays(X, targets)
+    summary = make_trainer(model, source, source, batch_size=8, epochs=1, callbacks=[callback], reporter=reports).fit()
+    expected = model.evaluate(X, targets, verbose=0, return_dict=True)["f1_score"]
+    assert logs["val_f1_score"] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert len(logs["f1_score"]) == NUM_CLASSES
+    numbers = {f"f1_score_{i}": pytest.approx(float(value), rel=1e-5) for i, value in enumerate(expected)}
+    assert {name: value for name, value in reports.values.items() if name != "loss"} == numbers
+    assert {name: value for name, value in summary["eval"].items() if name != "loss"} == numbers
+    assert set(summary["metrics"]) == set(numbers)
 
 
 def test_a_metric_that_is_not_a_sum_is_refused():

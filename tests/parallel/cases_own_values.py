@@ -135,7 +135,7 @@ def test_a_model_that_build_leaves_without_weights_is_refused():
     model = Model()
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
     model.build((None, 3))
-    with pytest.raises(UsageError, match="must be built and compiled before its variables are broadcast"):
+    with pytest.raises(UsageError, match="must be built before its variables are broadcast"):
         hvdtrain.broadcast(model)
     model(np.ones((1, 3)))
     hvdtrain.broadcast(model)

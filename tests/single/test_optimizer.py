@@ -246,9 +246,10 @@ def test_a_multi_optimizer_must_be_built():
     hvdtrain.DistributedOptimizer(optimizer).apply(gradients, model.trainable_variables)
 
 
-def test_broadcast_needs_a_built_and_compiled_model():
-    with pytest.raises(UsageError, match="must be built and compiled"):
-        hvdtrain.broadcast(make_model())
+def test_broadcast_needs_a_built_model():
+    with pytest.raises(UsageError, match="must be built before its variables are broadcast"):
+        hvdtrain.broadcast(keras.Sequential([keras.layers.Dense(1)]))
+    hvdtrain.broadcast(make_model())  # not compiled, as in loops of one's own
 
 
 @pytest.mark.parametrize(

@@ -98,5 +98,14 @@ def test_one_rank_gets_everything():
 def test_ragged_tensors_and_sparse_matrices():
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0], [5.0]])
     assert [part.to_list() for (part,) in shards(ragged)] == [[[1.0]], [[2.0, 3.0]], [[4.0]]]
-    sparse = scipy.sparse.csr_matrix(np.eye(4))
-    assert [part.toarray().argmax(1).tolist() for (part,) in shards(sparse)] == [[0], [1], [2]]
+    for sparse in (scipy.sparse.csr_matrix(np.eye(4)), scipy.sparse.coo_matrix(np.eye(4))):
+        assert [part.toarray().argmax(1).tolist() for (part,) in shards(sparse)] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_sparse_tensors(drop_remainder):
+    dense = np.random.default_rng(0).integers(0, 2, (11, 4, 2))
+    parts = shards(tf.sparse.from_dense(dense), drop_remainder=drop_remainder)
+    usable = 9 if drop_remainder else 11
+    for rank, (part,) in enumerate(parts):
+        assert (tf.sparse.to_dense(part).numpy() == dense[rank:usable:SIZE]).all()

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import psutil
 import pytest
+import scipy.sparse
 import tensorflow as tf
 from keras import layers
 from trainers import make_trainer
@@ -83,6 +84,18 @@ def test_samples_by_number_train_as_arrays(source):
     if isinstance(source, tuple):
         source = tuple(np.asarray(each, like.dtype) for each, like in zip(source, (X, Y), strict=True))
     assert trained(source) == trained(Arrays(X, Y))
+
+
+@pytest.mark.parametrize("kind", [scipy.sparse.csr_matrix, scipy.sparse.coo_array], ids=["matrix", "array"])
+def test_sparse_matrices_train_as_dense_arrays(kind):
+    x = np.where(X > 0, X, 0)
+    assert trained((kind(x), Y)) == trained((x, Y))
+
+
+@pytest.mark.parametrize("make", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor])
+def test_tensors_without_rows_of_one_shape_are_refused(make):
+    with pytest.raises(DataError, match=r"rows of one shape\. Received: (Sparse|Ragged)Tensor"):
+        as_source((make(X), Y))
 
 
 class Autoencoder(keras.Model):

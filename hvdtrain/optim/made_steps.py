@@ -1,0 +1,31 @@
+"""How many steps a program has made, for messages."""
+
+import weakref
+
+import keras
+import tensorflow as tf
+
+_optimizers: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
+_steps_of_tapes: tf.Variable | None = None
+
+
+def count_steps_of(optimizer: keras.optimizers.Optimizer) -> None:
+    """From now on, the optimizer's steps count."""
+    _optimizers.add(optimizer)
+
+
+def count_step_of_a_tape() -> None:
+    """Counts a step; one that is traced, whenever it runs."""
+    global _steps_of_tapes
+    if _steps_of_tapes is None:
+        with tf.init_scope(), tf.device("CPU"):
+            _steps_of_tapes = tf.Variable(0, trainable=False, dtype=tf.int64)
+    _steps_of_tapes.assign_add(1)
+
+
+def num_made_steps() -> int:
+    """The number of steps, of the optimizer that has made the most."""
+    counts = [int(each.iterations.numpy()) for each in _optimizers]
+    if _steps_of_tapes is not None:
+        counts.append(int(_steps_of_tapes.numpy()))
+    return max(counts, default=0)

@@ -1,0 +1,35 @@
+"""A loop of one's own whose last rank ends before the others: python ending_loop.py HOW WITH."""
+
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvdtrain
+
+topology = hvdtrain.init(seed=1)
+how, reduced_by = sys.argv[1:]
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+optimizer = keras.optimizers.SGD(0.1)
+if reduced_by == "optimizer":
+    optimizer = hvdtrain.DistributedOptimizer(optimizer)
+hvdtrain.broadcast(model)
+x, y = np.ones((8, 4), np.float32), np.zeros((8, 2), np.float32)
+
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() if reduced_by == "optimizer" else hvdtrain.DistributedGradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+
+for number in range(20):
+    if number == 12 and topology.rank == topology.size - 1:
+        if how == "raises":
+            raise ValueError("no such sample")
+        if how == "exits":
+            sys.exit(3)
+        break
+    step(x, y)

@@ -1,0 +1,42 @@
+"""Loops of users that one rank leaves before the others: one line names the rank and its step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import LONG, Finished, run_job
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("ending_loop.py")
+
+
+def end_of(how: str, reduced_by: str, *, ranks: int = 2, launcher: str = "mpirun") -> Finished:
+    return run_job([sys.executable, str(PROGRAM), how, reduced_by], ranks=ranks, launcher=launcher, timeout_s=90)
+
+
+@pytest.mark.parametrize(
+    ("how", "reduced_by", "ranks", "launcher"),
+    [
+        ("leaves", "optimizer", 3, "mpirun"),
+        LONG("exits", "tape", 2, "horovodrun"),
+        LONG("leaves", "tape", 2, "horovodrun --gloo"),
+    ],
+)
+def test_a_rank_that_ends_early_is_named_instead_of_horovods_error(how, reduced_by, ranks, launcher):
+    done = end_of(how, reduced_by, ranks=ranks, launcher=launcher)
+    assert done.code != 0
+    assert done.only_message.startswith("hvdtrain: rank 0 (host "), done.output
+    assert "all ranks must make the same number of steps. Received: rank" in done.only_message
+    assert f"rank {ranks - 1} (host " in done.only_message
+    assert "ended after step 12, and this rank waited for it." in done.only_message
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", LONG("horovodrun --gloo")])
+def test_an_error_is_shown_with_its_rank_and_step_and_without_those_it_causes(launcher):
+    done = end_of("raises", "tape", launcher=launcher)
+    assert done.code != 0
+    assert done.only_message.startswith("hvdtrain: rank 1 (host "), done.output
+    assert "failed after step 12: ValueError: no such sample" in done.only_message
+    assert done.output.count("Traceback") == 1
