@@ -28,6 +28,7 @@ from hvdtrain.system.terminal import report, stdout_is_terminal
 from hvdtrain.tasks.task import Task
 
 _CONFIG, _SUMMARY, _MODEL, _LOCK = "config.json", "summary.json", "model.keras", ".lock"
+_WEIGHTS = "model.weights.h5"
 LOCK_TIMEOUT_S = 10.0
 # A job that lost its launcher may still be saving when launch/run --restarts starts it again.
 _LOCK_TIMEOUT_RESTARTED_S = 300.0
@@ -213,8 +214,7 @@ class OwnedRunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._config is not None and not (self.path / _CONFIG).exists():  # The folder was deleted meanwhile.
                 _write_object(self.path / _CONFIG, self._config)
-            with replaced_on_success(self.path / _MODEL) as aside:
-                model.save(aside)
+            self._save(model)
             _write_object(self.path / _SUMMARY, summary)
             self.publish()
         except OSError as error:
@@ -222,6 +222,21 @@ class OwnedRunDirectory:
                 f"the trained model must be writable to {self.name}. Received: {error}. The last checkpoint is "
                 "untouched; free some space, and restart the job to write the model from it."
             ) from error
+
+    def _save(self, model: keras.Model) -> None:
+        try:
+            with replaced_on_success(self.path / _MODEL) as aside:
+                model.save(aside)
+        except OSError:
+            raise
+        except Exception as error:  # A class of the user's that Keras cannot save: each has an error of its own.
+            with replaced_on_success(self.path / _WEIGHTS) as aside:
+                model.save_weights(aside)
+            report(
+                0,
+                f"Keras cannot save this model ({type(model).__name__}) as {_MODEL}. Its weights are in "
+                f"{self.path / _WEIGHTS}. Keras' reason: {str(error).strip().splitlines()[0]}",
+            )
 
     def publish(self) -> None:
         if self._store is not None:

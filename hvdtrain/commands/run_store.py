@@ -15,7 +15,7 @@ from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_succe
 from hvdtrain.system.terminal import report
 
 # Large, and written again at the end of a run.
-_NOT_FETCHED = ("model.keras",)
+_NOT_FETCHED = ("model.keras", "model.weights.h5")
 _CONFIG = "config.json"
 _WRITER = f"{CHECKPOINTS}/{WRITER}"
 # What checkpoint.folders leaves beside the local copy of the checkpoints.

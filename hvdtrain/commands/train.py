@@ -25,9 +25,11 @@ from hvdtrain.config.fields import as_dict, facts_of, with_options
 from hvdtrain.config.wording import flag_of
 from hvdtrain.data import Data
 from hvdtrain.distributed import gpu_sharing, runtime
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+from hvdtrain.seams import keras_internals
 from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
 from hvdtrain.system.supervisor_client import note_listener
@@ -239,7 +241,7 @@ def _changed_options(config: RunConfig, before: Mapping[str, Any]) -> list[str]:
 
 
 def _facts(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
-    topology, rate = runtime.current().topology, config.learning_rate
+    topology = runtime.current().topology
     return {
         "task": f"{config.task}, {trainer.model.count_params():,} parameters",
         "ranks": f"{topology.size} on {topology.cross_size} host(s), started by {topology.launcher}, "
@@ -247,9 +249,21 @@ def _facts(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
         "global batch": f"{trainer.plan.global_batch_size} samples, {trainer.plan.steps_per_epoch} steps per epoch, "
         f"{trainer.total_steps} steps in total",
         "mode": _mode(config),
-        "learning rate": f"{peak_learning_rate(config, topology.size):g} ({config.optimizer.optimizer or 'own'}, "
-        f"decay {rate.lr_decay}, warm-up {rate.warmup_steps} steps)",
+        "learning rate": _learning_rates(config, trainer.model, topology.size),
     }
+
+
+def _learning_rates(config: RunConfig, model: keras.Model, num_ranks: int) -> str:
+    asked, peak = config.learning_rate, peak_learning_rate(config, num_ranks)
+    if peak is not None:
+        name = config.optimizer.optimizer or "own"
+        return f"{peak:g} ({name}, decay {asked.lr_decay}, warm-up {asked.warmup_steps} steps)"
+    found = []
+    for each in leaves_of(model):
+        rate = keras_internals.LEARNING_RATE.of(each)
+        is_schedule = isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+        found.append(f"{type(rate).__name__ if is_schedule else f'{float(each.learning_rate):g}'} ({each.name})")
+    return ", ".join(found)
 
 
 def _mode(config: RunConfig) -> str:

@@ -71,25 +71,7 @@ def init(
     gpus: GpuConfig | None = None,
     on_unequal: OnUnequal = "stop",
 ) -> Topology:
-    """Starts Horovod, assigns this rank a GPU and a share of the cores, and sets its seeds.
-
-    Call it first, before TensorFlow computes anything. A second call returns the result of the first.
-
-    Args:
-        seed: for Keras, NumPy and Python, the same on every rank; None: no seed is set.
-        threads: compute threads of this rank; None: a fair share of the host's cores. A step that calls a
-            ``tf.function`` from a ``tf.py_function`` needs 2.
-        deterministic: make runs bit-identical, at the cost of speed.
-        timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
-        process_sets: whether :func:`process_set` will be called.
-        gpus: how ranks use the GPUs of their hosts (default: each has one for itself).
-        on_unequal: what to do if a step of ``model.fit`` is not that of one process: ``stop``, ``warn``, or
-            ``ignore``, which does not check it.
-
-    Raises:
-        JobError: on every rank: ranks share a GPU, or only some of them have one, and ``gpus`` does not allow it.
-        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
-    """
+    """Starts this rank without watching how others end; the arguments and errors are those of ``hvdtrain.init``."""
     global _runtime
     if _runtime is None:
         gpus = gpus or GpuConfig()

@@ -28,18 +28,18 @@ class Task:
     """
 
     model: Callable[[Data], keras.Model]
-    """Returns the uncompiled model."""
+    """Returns the model: not compiled, unless ``optimizer`` is None."""
     data: Callable[[Path | None], Data]
     """Reads the data from ``--data-dir`` (None if not set)."""
-    loss: str | Callable[[], keras.losses.Loss]
-    """The name of a Keras loss, or a function that returns a loss."""
+    loss: str | Callable[[], keras.losses.Loss] | None = None
+    """The name of a Keras loss, or a function that returns a loss; None for models that compute their own."""
     metrics: Callable[[], list[Any]] = list
     """Returns the ``metrics`` argument of ``compile``."""
     loss_weights: Sequence[float] | Mapping[str, float] | None = None
     """The ``loss_weights`` argument of ``compile``."""
-    optimizer: str | Callable[[], keras.optimizers.Optimizer] = "adam"
-    """A value of ``--optimizer``, or a function that returns an optimizer with a constant learning rate; command-line
-    options override its settings."""
+    optimizer: str | Callable[[], keras.optimizers.Optimizer] | None = "adam"
+    """A value of ``--optimizer``, or a function that returns an optimizer, whose settings command-line options
+    override. None: ``model`` returns a compiled model, with one or several optimizers."""
     callbacks: Callable[[], list[keras.callbacks.Callback]] = list
     """Returns Keras callbacks, the same on every rank. Writers such as ModelCheckpoint run on rank 0."""
     reporters: Callable[[Path], list[Reporter]] = lambda run_dir: []
@@ -55,7 +55,12 @@ class Task:
             self._require(name, callable(getattr(self, name)), "a function")
         for name in ("loss", "optimizer"):
             value = getattr(self, name)
-            self._require(name, isinstance(value, str) or callable(value), "a name or a function")
+            self._require(name, value is None or isinstance(value, str) or callable(value), "a name or a function")
+        if self.optimizer is None and (self.loss is not None or self.metrics is not list or self.loss_weights):
+            raise UsageError(
+                "a task without an optimizer must have a compiled model, and so no loss, metrics or loss_weights of "
+                "its own. Received: some of them. Pass them to model.compile in the function model."
+            )
         weights = self.loss_weights.values() if isinstance(self.loss_weights, Mapping) else self.loss_weights or ()
         is_weighted = isinstance(weights, Iterable) and all(isinstance(each, (int, float)) for each in weights)
         self._require("loss_weights", is_weighted, "a list of numbers, or a dict of them by output")
@@ -71,7 +76,7 @@ class Task:
 
     def make_loss(self) -> Any:
         """The ``loss`` argument of ``compile``."""
-        return self.loss if isinstance(self.loss, str) else self.loss()
+        return self.loss() if callable(self.loss) else self.loss
 
     def compile(self, model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
         """Compiles a model with the task's loss, loss weights and metrics.
@@ -86,22 +91,30 @@ class Task:
         model.compile(optimizer=optimizer, loss=loss, metrics=metrics, **self._weights())
 
     def make_model(self, data: Data) -> keras.Model:
-        """Makes the model. Raises UsageError if it is not a Keras model, or cannot be compiled here."""
+        """Makes the model. Raises UsageError if it is not a Keras model, or neither compiled nor to be compiled."""
         model = self.model(data)
         if not isinstance(model, keras.Model):
             raise UsageError(f"a task's model(data) must return a keras.Model. Received: {model!r:.200}")
+        if self.optimizer is None:
+            if not model.compiled:
+                raise UsageError(
+                    "model(data) of a task without an optimizer must return a compiled model. Received: "
+                    f"{model.name}, which is not compiled. Call model.compile, or set the task's optimizer."
+                )
+            return model
         if model.compiled:
             raise UsageError(
                 "a task's model(data) must return a model that is not compiled, because it is compiled with the "
                 f"task's loss, metrics and optimizer. Received: {model.name}, which is compiled. Leave compile out "
-                "(load_model: compile=False), or train the compiled model with hvdtrain.Trainer."
+                "(load_model: compile=False), or set the task's optimizer to None."
             )
         try:
             inspect.signature(model.compile).bind(optimizer=None, loss=None, metrics=None, **self._weights())
         except TypeError as error:
             raise UsageError(
                 "a task's model must have Keras' compile, with the arguments optimizer, loss and metrics. Received: "
-                f"{type(model).__name__}.compile, of its own ({error}). Train the compiled model with hvdtrain.Trainer."
+                f"{type(model).__name__}.compile, of its own ({error}). Compile the model in the function model, and "
+                "set the task's optimizer to None."
             ) from None
         return model
 

@@ -1,23 +1,19 @@
 """``hvdtrain.init``: starts a rank of a program of one's own, which other ranks are told about when it ends."""
 
 import atexit
-import functools
 import sys
 import time
-from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.runtime import Topology
+from hvdtrain.distributed.config import GpuConfig
+from hvdtrain.distributed.runtime import OnUnequal, Topology
 from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.fault_tolerance.channel import Channel, Message, open_channel, wait_for
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.made_steps import num_made_steps
 from hvdtrain.system.terminal import rank_name, report, write
-
-Options = ParamSpec("Options")
 
 # A rank that ends sends its message before it leaves Horovod, whose error is what makes the others look for it.
 _MESSAGE_S = 3.0
@@ -27,20 +23,49 @@ _REPORTING_S = 2.0
 _ends: "RankEnds | None" = None
 
 
-def _with_named_ends(start: Callable[Options, Topology]) -> Callable[Options, Topology]:
-    @functools.wraps(start)
-    def start_and_connect(*args: Options.args, **kwargs: Options.kwargs) -> Topology:
-        global _ends
-        topology = start(*args, **kwargs)
-        collectives = runtime.current().collectives
-        if _ends is None and collectives.size > 1 and not collectives.may_change:
-            _ends = RankEnds.connect(collectives)
-        return topology
+def init(
+    *,
+    seed: int | None = None,
+    threads: int | None = None,
+    deterministic: bool = False,
+    timeline: str | None = None,
+    process_sets: bool = False,
+    gpus: GpuConfig | None = None,
+    on_unequal: OnUnequal = "stop",
+) -> Topology:
+    """Starts Horovod, assigns this rank a GPU and a share of the cores, and sets its seeds.
 
-    return start_and_connect
+    Call it first, before TensorFlow computes anything. A second call returns the result of the first.
 
+    Args:
+        seed: for Keras, NumPy and Python, the same on every rank; None: no seed is set.
+        threads: compute threads of this rank; None: a fair share of the host's cores. A step that calls a
+            ``tf.function`` from a ``tf.py_function`` needs 2.
+        deterministic: make runs bit-identical, at the cost of speed.
+        timeline: a file to which rank 0 writes Horovod's timeline of all reductions, for chrome://tracing.
+        process_sets: whether :func:`process_set` will be called.
+        gpus: how ranks use the GPUs of their hosts (default: each has one for itself).
+        on_unequal: what to do if a step of ``model.fit`` is not that of one process: ``stop``, ``warn``, or
+            ``ignore``, which does not check it.
 
-init = _with_named_ends(runtime.init)
+    Raises:
+        JobError: on every rank: ranks share a GPU, or only some of them have one, and ``gpus`` does not allow it.
+        UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
+    """
+    global _ends
+    topology = runtime.init(
+        seed=seed,
+        threads=threads,
+        deterministic=deterministic,
+        timeline=timeline,
+        process_sets=process_sets,
+        gpus=gpus,
+        on_unequal=on_unequal,
+    )
+    collectives = runtime.current().collectives
+    if _ends is None and collectives.size > 1 and not collectives.may_change:
+        _ends = RankEnds.connect(collectives)
+    return topology
 
 
 class RankEnds:

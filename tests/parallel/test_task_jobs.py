@@ -282,3 +282,66 @@ def test_a_model_without_call_is_exported_as_keras_only(tmp_path):
 
     for name in ("model.keras", "export.keras"):
         assert keras.models.load_model(run_dir / name).get_layer("part").count_params() == 2
+
+
+COMPILES_ITSELF = """
+import keras
+import numpy as np
+import tensorflow as tf
+import hvdtrain
+from hvdtrain.data import Arrays, Data
+
+X = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+
+
+class Adversaries(keras.Model):
+    # Keras cannot save it: make is a function.
+    def __init__(self, make):
+        super().__init__()
+        self.generator, self.critic = make(3, "generator"), make(1, "critic")
+
+    def compile(self, generator_optimizer, critic_optimizer):
+        super().compile()
+        self.generator_optimizer, self.critic_optimizer = generator_optimizer, critic_optimizer
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            difference = keras.ops.mean(self.critic(self.generator(x))) - keras.ops.mean(self.critic(x))
+        variables = self.critic.trainable_variables
+        self.critic_optimizer.apply(tape.gradient(difference, variables), variables)
+        with tf.GradientTape() as tape:
+            loss = -keras.ops.mean(self.critic(self.generator(x)))
+        variables = self.generator.trainable_variables
+        self.generator_optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"difference": difference, "generator_loss": loss}
+
+
+def make_model(data):
+    def make(units, name):
+        return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(units)], name=name)
+
+    model = Adversaries(make)
+    decay = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+    model.compile(keras.optimizers.Adam(decay), keras.optimizers.SGD(0.05))
+    return model
+
+
+TASK = hvdtrain.Task(model=make_model, data=lambda folder: Data(Arrays(X)), optimizer=None, defaults={"steps": 8})
+"""
+
+
+def test_a_task_with_several_optimizers_that_keras_cannot_save(tmp_path):
+    path, whole, halves = tmp_path / "own.py", tmp_path / "whole", tmp_path / "halves"
+    path.write_text(COMPILES_ITSELF)
+    line = ["--task", path, "--seed", "3", "--batch-size", "8", "--run-dir"]
+    lines = [[*line, whole], [*line, halves, "--steps", "4"], [*line, halves], [*line, whole, "--clip-norm", "1"]]
+    trained, *_, refused = run_commands(lines, ranks=2, folder=tmp_path / "output", timeout_s=120)
+    assert trained.code == 0, trained.output
+    assert "learning rate: ExponentialDecay (adam), 0.05 (sgd)" in trained.output.replace("  ", " "), trained.output
+    assert "Keras cannot save this model (Adversaries) as model.keras. Its weights are in " in trained.output
+    assert (whole / "model.weights.h5").exists()
+    assert not (whole / "model.keras").exists()
+    assert summary(halves)["resumed_from"] == 4
+    assert summary(halves)["weights_sha256"] == summary(whole)["weights_sha256"]
+    assert refused.code == 64
+    assert "--clip-norm needs a task that has an optimizer" in refused.only_message

@@ -14,7 +14,7 @@ from hvdtrain.data import Arrays, Data
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.optim.distributed_optimizer import distribute
+from hvdtrain.optim.distributed_optimizer import distribute, is_distributed
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.task import Task
 
@@ -90,10 +90,57 @@ def test_an_optimizer_of_the_tasks_own_is_changed_by_flags():
     assert isinstance(other, keras.optimizers.SGD)
 
 
-def test_an_optimizer_of_the_tasks_own_has_a_number_for_its_learning_rate():
-    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
-    with pytest.raises(UsageError, match=r"a number for its learning rate.*Received: ExponentialDecay"):
-        filled(optimizer=lambda: keras.optimizers.SGD(schedule))
+class Halved(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that Keras cannot load by its name."""
+
+    def __call__(self, step):
+        return 0.5 ** tf.cast(step, tf.float32)
+
+    def get_config(self):
+        return {}
+
+
+def test_a_schedule_of_the_tasks_own_is_kept_until_a_flag_replaces_it():
+    own = {"optimizer": lambda: keras.optimizers.SGD(Halved(), momentum=0.5)}
+
+    def rates(*flags):
+        config = building.with_task_defaults(asked(*flags), task(**own))
+        optimizer = building.make_model(config, task(**own), DATA, SingleProcessCollectives()).optimizer
+        found = [type(optimizer).__name__]
+        for step in (0, 1, 2):
+            optimizer.iterations.assign(step)
+            found.append(float(optimizer.learning_rate))
+        return found
+
+    assert rates("--clip-norm", "2") == ["SGD", 1, 0.5, 0.25]
+    assert rates("--optimizer", "adam") == ["Adam", 1, 0.5, 0.25]
+    assert rates("--learning-rate", "0.5", "--lr-decay", "none") == ["SGD", 0.5, 0.5, 0.5]
+    with pytest.raises(UsageError, match=r"warmup_steps needs a number .*has a schedule, Halved"):
+        rates("--warmup-steps", "3")
+
+
+def test_a_task_may_compile_its_model():
+    def model(data):
+        made = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        made.compile(keras.optimizers.SGD(0.5), "mse")
+        made.second = keras.optimizers.Adam(0.25)
+        return made
+
+    own = task(model=model, loss=None, optimizer=None)
+    config = building.with_task_defaults(asked(), own)
+    made = building.make_model(config, own, DATA, SingleProcessCollectives())
+    assert is_distributed(made.optimizer)
+    assert is_distributed(made.second)
+    assert float(made.optimizer.learning_rate) == 0.5
+    for flags in (("--learning-rate", "0.5"), ("--clip-norm", "2"), ("--optimizer", "sgd")):
+        with pytest.raises(UsageError, match=r"needs a task that has an optimizer"):
+            building.with_task_defaults(asked(*flags), own)
+    with pytest.raises(UsageError, match=r"must return a compiled model"):
+        building.make_model(config, task(loss=None, optimizer=None), DATA, SingleProcessCollectives())
+    with pytest.raises(UsageError, match=r"must return a model that is not compiled"):
+        task(model=model).make_model(DATA)
+    with pytest.raises(UsageError, match=r"no loss, metrics or loss_weights of its own"):
+        task(model=model, optimizer=None)
 
 
 def test_cifar10_decays_every_350_epochs():

@@ -56,17 +56,10 @@ REFUSED = {
 }
 """Programs that cannot be equal to one process, and what the refusal says."""
 
-REFUSED_AS_TASK = {
-    **REFUSED,
-    "moving_average_and_schedule": "a task's optimizer must have a number for its learning rate",
-    **dict.fromkeys(
-        (
-            "generative_adversarial_network",
-            "wasserstein_gan_with_gradient_penalty",
-            "cycle_consistent_gan",
-            "proximal_policy_optimization",
-        ),
-        "a task's model must have Keras' compile",
-    ),
+COMPILES_ITSELF = {
+    "generative_adversarial_network",
+    "wasserstein_gan_with_gradient_penalty",
+    "cycle_consistent_gan",
+    "proximal_policy_optimization",
 }
-"""Those that ``--task`` refuses. A Task has one optimizer, and its schedules are options."""
+"""Programs whose model has a ``compile`` of its own, with several optimizers."""
