@@ -184,7 +184,7 @@ UNEQUAL = {
     "Received: the loss of which the tape takes the gradient": lambda: fit(network(kind=Vector)),
     "Received: 'median'": lambda: fit(network(), metrics=[Median(name="median")]),
     "Received: a loss of add_loss": lambda: fit(network(Balance())),
-    "differs from that of the whole batch by 50.0%": lambda: fit(network(), GlobalMean()),
+    "Divide it by the number of the rank's samples, or pass op='sum' to": lambda: fit(network(), GlobalMean()),
     "Received: loss 'spread'": lambda: fit(network(), Spread()),
     "Received: the same batch on every rank": lambda: fit(network(), x=FEATURES, y=TARGETS),
 }

@@ -23,6 +23,11 @@ _LOSS = (
     "differs from that of the whole batch by {share}. Wrap it in hvdtrain.WholeBatch, or compute it of "
     "hvdtrain.gather(samples); return one value for each sample, or their mean"
 )
+_CONSTANT = (
+    "the loss of a batch must be the mean of the losses of its samples. Received: {name}, whose sum over ranks is that "
+    "of the whole batch: it is divided by a constant, such as the global batch size. Divide it by the number of the "
+    "rank's samples, or pass op='sum' to DistributedOptimizer"
+)
 _TAPE = (
     "gradients must be means over the samples of a batch. Received: the gradient of {name}, which differs by {share} "
     "although the loss does not. Take the gradient of a loss that is a mean over samples, or average it by "
@@ -125,6 +130,9 @@ def first_place(
     for text, name, mine, value in pairs:
         share = _share(mine, value)
         if share is not None and share > tolerance:
+            of_sum = _share(mine / factor, value)
+            if text is _LOSS and of_sum is not None and of_sum <= tolerance:
+                text = _CONSTANT
             return text.format(name=name, share=_percent(share))
     return None
 
