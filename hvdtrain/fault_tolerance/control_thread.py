@@ -81,14 +81,15 @@ class ControlThread(abc.ABC, Generic[PeerT]):
         """Catches signals from now on, if the calling thread is Python's main thread."""
         self._signals.install(self._wake_writer.fileno())
 
-    def close(self, *, ends_process: bool = False) -> None:
+    def close(self, *, ends_process: bool = False, exit_code: int = 0) -> None:
         """Disconnects from the other processes, which then do not report the end of this one as a loss.
 
         Args:
             ends_process: whether signals are ignored from now on, instead of handled as before.
+            exit_code: of this process, if it ends.
         """
         self._signals.restore(ignore=ends_process)
-        self._call(self._say_bye)
+        self._call(lambda: self._say_bye(exit_code))
         self._thread.join()
         self._release()
 
@@ -227,7 +228,7 @@ class ControlThread(abc.ABC, Generic[PeerT]):
         return
 
     @abc.abstractmethod
-    def _say_bye(self) -> None:
+    def _say_bye(self, exit_code: int) -> None:
         """Sends what the others need to know if this process leaves regularly."""
 
 

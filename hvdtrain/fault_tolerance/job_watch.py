@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Monitor(Protocol):
     """What a job watch needs of its thread."""
 
-    def close(self, *, ends_process: bool = False) -> None: ...
+    def close(self, *, ends_process: bool = False, exit_code: int = 0) -> None: ...
     def request_stop(self, reason: str) -> None: ...
     def fail(self, code: int) -> None: ...
     def wait_for_end(self, timeout_s: float) -> None: ...
@@ -86,16 +86,17 @@ class JobWatch:
         monitor.start()
         self.monitor = monitor
 
-    def close(self, *, ends_process: bool = False) -> None:
+    def close(self, *, ends_process: bool = False, exit_code: int = 0) -> None:
         """Disconnects from the other ranks and restores signal handlers. Call it from the thread that called start.
 
         Not a collective: other ranks may continue, and do not report this rank as lost.
 
         Args:
             ends_process: ignore signals from now on instead: this process ends with an exit code that is decided.
+            exit_code: this one, which becomes that of an elastic job.
         """
         if self.monitor is not None:
-            self.monitor.close(ends_process=ends_process)
+            self.monitor.close(ends_process=ends_process, exit_code=exit_code)
             self.monitor = None
 
     def __enter__(self) -> "JobWatch":

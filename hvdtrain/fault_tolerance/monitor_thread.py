@@ -209,7 +209,7 @@ class MonitorThread(ControlThread[Peer]):
 
     # The end.
 
-    def _say_bye(self) -> None:
+    def _say_bye(self, exit_code: int) -> None:
         self._send_all({"kind": "bye", "passed": self._stop_point.withdraw()})
         self._drain_until = self._now + _DRAIN_S
 

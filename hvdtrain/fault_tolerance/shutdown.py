@@ -46,7 +46,7 @@ def end_job(
         write(f"hvdtrain: {describe(error)}")
         if watch is not None:
             watch.run_exit_actions()
-            watch.close(ends_process=True)
+            watch.close(ends_process=True, exit_code=code)
         raise SystemExit(code)
     is_on_one_rank = isinstance(error, NonFiniteError) and error.rank is not None
     collective = JobError | DisagreementError | DivergenceError | NonFiniteError | StoppedEarly
@@ -59,7 +59,7 @@ def end_job(
         # A launcher kills all ranks when the first one ends: the error must have been reported by then.
         collectives.barrier()
         if watch is not None:
-            watch.close(ends_process=True)
+            watch.close(ends_process=True, exit_code=code)
         raise SystemExit(code)
     if watch is not None:
         watch.wait_for_cause(_CAUSE_S if is_secondary(error) else 0.0)

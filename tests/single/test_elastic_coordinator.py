@@ -140,8 +140,61 @@ def test_the_last_rank_that_leaves_stops_the_job(jobs):
     assert only.receive("propose") == {"kind": "propose", "reason": "SIGTERM on host a", "stops": True}
     only.send(kind="answer", passed=0)
     assert only.receive("decision")["check"] == 1
-    only.send(kind="bye")
+    only.send(kind="bye", code=0)
     wait_until(lambda: job.coordinator.exit_code == 75)
+
+
+def test_all_ranks_that_leave_at_once_stop_the_job_together(jobs):
+    job = jobs(1, 2)
+    members = started(job, 2)
+    for member in members:
+        member.send(kind="leave", reason="SIGTERM on host a")
+    # The first one makes all pause, the second one makes them save.
+    pauses = [not member.receive("propose")["stops"] for member in members]
+    for member in members:
+        member.send(kind="answer", passed=0)
+    for member in members:
+        member.receive("decision")
+    if all(pauses):
+        for member in members:
+            member.send(kind="hold", generation=1)
+        for member in members:
+            begins = member.receive("begin")
+            assert (begins["members"], begins["is_last"]) == ([0, 1], True)
+    for member in members:
+        member.send(kind="bye", code=75)
+    wait_until(lambda: job.coordinator.exit_code == 75)
+
+
+def test_members_whose_hosts_are_all_taken_stay_until_others_have_their_state(jobs):
+    job = jobs(1, 1)
+    (old,) = started(job, 1)
+    job.coordinator.ask_to_leave(1, "its host was taken from the job")
+    newcomer = Member(job, worker=2)
+    newcomer.receive("welcome")
+    newcomer.send(kind="ready")
+    assert old.receive("propose")["stops"] is False
+    old.send(kind="answer", passed=1)
+    old.receive("decision")
+    old.send(kind="hold", generation=1)
+    assert newcomer.receive("begin")["members"] == [0, 1]
+    for member in (old, newcomer):
+        assert member.receive("propose")["stops"] is False
+        member.send(kind="answer", passed=2)
+    for member in (old, newcomer):
+        member.receive("decision")
+        member.send(kind="hold", generation=2)
+    assert old.receive("dismissed")
+    assert newcomer.receive("begin")["members"] == [1]
+    assert job.coordinator.exit_code is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_exit_code_of_an_error_on_all_ranks_is_that_of_the_job(jobs, size):
+    job = jobs(1, size)
+    for member in started(job, size):
+        member.send(kind="bye", code=70)
+    wait_until(lambda: job.coordinator.exit_code == 70)
 
 
 def test_too_few_members_save_and_end_after_the_timeout(jobs):
@@ -152,7 +205,7 @@ def test_too_few_members_save_and_end_after_the_timeout(jobs):
     first.send(kind="hold", generation=1)
     begins = first.receive("begin")
     assert (begins["members"], begins["is_last"]) == ([0], True)
-    first.send(kind="bye")
+    first.send(kind="bye", code=0)
     wait_until(lambda: job.coordinator.exit_code == 75)
 
 

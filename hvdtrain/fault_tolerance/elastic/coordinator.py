@@ -82,14 +82,15 @@ class Coordinator:
         """Makes all members save and end, at the same step."""
         if self._stop_reason is None:
             self._stop_reason = reason
+            self._membership.keep_all()
             if self._membership.generation == 0:
                 self._end(StoppedEarly.exit_code)
 
     def ask_to_leave(self, worker: int, reason: str) -> None:
-        """Makes the process with this worker number leave, as SIGTERM would."""
+        """Makes the process with this worker number leave, once another one has its state."""
         for peer in self.peers:
             if peer.member is not None and peer.worker == worker:
-                self._leave(peer, peer.member, reason)
+                self._leave(peer, peer.member, reason, may_wait=True)
 
     def poll(self, timeout_s: float) -> None:
         """Waits for messages, at most this long, and handles them and everything that is due."""
@@ -168,21 +169,22 @@ class Coordinator:
                 self.stop(reason)
             case {"kind": "restart"}:
                 self._restart_all(peer)
-            case {"kind": "bye"}:
+            case {"kind": "bye", "code": int(code)}:
                 peer.has_finished = True
                 if self.exit_code is None and member.trains:
-                    self._decide_exit_code()
+                    self._decide_exit_code(code)
             case {"kind": "end", "code": int(code)}:
                 self._end(code)
 
-    def _leave(self, peer: Peer, member: Member, reason: str) -> None:
+    def _leave(self, peer: Peer, member: Member, reason: str, *, may_wait: bool = False) -> None:
         if not member.trains:
             self._dismiss(peer)
-        elif len(self._membership.training) == 1 and not self._membership.candidates[1:]:
-            self.stop(reason)  # No member remains that could take over.
+            return
+        member.is_leaving, member.may_wait = True, may_wait
+        if self._membership.can_lose_state:
+            self.stop(reason)
         else:
             self._say(f"{peer.name} leaves: {reason}")
-            member.is_leaving = True
 
     # Losses.
 
@@ -315,9 +317,9 @@ class Coordinator:
 
     # The end.
 
-    def _decide_exit_code(self) -> None:
-        """A member has completed its work: the others have too, or are about to."""
-        self.exit_code = StoppedEarly.exit_code if self._stop_reason is not None else 0
+    def _decide_exit_code(self, code: int) -> None:
+        """A member has completed its work, or failed as all do: the others have too, or are about to."""
+        self.exit_code = code or (StoppedEarly.exit_code if self._stop_reason is not None else 0)
         for peer in self.peers:
             if peer.member is not None and not peer.member.trains:
                 peer.connection.send({"kind": "end", "code": self.exit_code})

@@ -225,6 +225,6 @@ class CoordinatorLink(ControlThread[Connection]):
         run_with_timeout(REPORT_S, lambda: write(text))
         os._exit(StoppedEarly.exit_code)
 
-    def _say_bye(self) -> None:
-        self._connection.send({"kind": "bye"})
+    def _say_bye(self, exit_code: int) -> None:
+        self._connection.send({"kind": "bye", "code": exit_code})
         self._has_left = True

@@ -59,6 +59,8 @@ class HostList:
                 return False
             self._text = text
             hosts = read_hosts(text)
+            if not hosts:  # As for a moment, while it is written.
+                raise ValueError("it names no host")
         except (OSError, ValueError) as error:
             say(f"{self._file} is ignored until it changes: {error}")
             return False

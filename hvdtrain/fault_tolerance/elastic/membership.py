@@ -23,6 +23,8 @@ class Member:
     holds: bool = False
     """Whether it waits for the next generation."""
     is_leaving: bool = False
+    may_wait: bool = False
+    """Whether it may stay until another process has taken over, if no other member would be left."""
 
     @property
     def trains(self) -> bool:
@@ -72,9 +74,27 @@ class Membership:
     @property
     def must_pause(self) -> bool:
         """Whether the current generation has to hold although none of its members is lost."""
-        staying = [member for member in self.training if not member.is_leaving]
-        has_room = len(staying) < self.maximum
-        return len(staying) < len(self.training) or (has_room and bool(self._newcomers))
+        has_room = len(self._staying) < self.maximum or self._all_leave
+        return len(self._staying) < len(self.training) or (has_room and bool(self._newcomers))
+
+    @property
+    def can_lose_state(self) -> bool:
+        """Whether all members leave, and none may wait for another process that takes over."""
+        return bool(self.training) and not self._staying and not self._newcomers
+
+    def keep_all(self) -> None:
+        """Lets all members that leave stay: the job stops, and they save its state."""
+        for member in self.training:
+            member.is_leaving = False
+
+    @property
+    def _all_leave(self) -> bool:
+        return all(member.is_leaving for member in self.training)
+
+    @property
+    def _staying(self) -> list[Member]:
+        """Members of the current generation that go on; if all leave, those that may wait."""
+        return [member for member in self.training if not member.is_leaving or (self._all_leave and member.may_wait)]
 
     @property
     def _newcomers(self) -> list[Member]:
@@ -82,9 +102,14 @@ class Membership:
 
     @property
     def candidates(self) -> list[Member]:
-        """The members of the next generation if it were formed now, in rank order."""
-        staying = [member for member in self.training if not member.is_leaving]
-        return [*staying, *self._newcomers][: self.maximum]
+        """The members of the next generation if it were formed now, in rank order.
+
+        If all leave, at least one of them is still part of it, to hand over the state.
+        """
+        newcomers = self._newcomers
+        if not (self.training and self._all_leave and newcomers):
+            return [*self._staying, *newcomers][: self.maximum]
+        return [*self.training[: max(1, self.maximum - len(newcomers))], *newcomers][: max(2, self.maximum)]
 
     @property
     def all_hold(self) -> bool:
@@ -103,7 +128,7 @@ class Membership:
             Its members in rank order, and those that leave the job.
         """
         chosen = self.candidates
-        leaving = [member for member in self.members.values() if member.is_leaving]
+        leaving = [member for member in self.members.values() if member.is_leaving and member not in chosen]
         for member in leaving:
             del self.members[member.number]
         for member in self.members.values():
