@@ -3,8 +3,9 @@
 Called by ``launch/run``; with ``--restarts``, ``restarts.py`` runs the command. Uses only the standard
 library of Python 3.10 or later. Settings are environment variables: ``HVDTRAIN_PYTHON`` (the interpreter),
 ``HVDTRAIN_EXTRAS`` (optional dependencies, for instance ``mlflow,onnx``) and those of ``launch/horovod/backend.py``
-(``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``), which stay in effect without being repeated until ``.venvs`` is deleted;
-and ``HVDTRAIN_WHEELHOUSE``, a folder made by ``launch/wheelhouse``, which is installed from alone.
+(``HVDTRAIN_TENSORFLOW``, ``HVDTRAIN_MPI``, ``HOROVOD_GPU_OPERATIONS``), which stay in effect without being repeated
+until ``.venvs`` is deleted; and ``HVDTRAIN_WHEELHOUSE``, a folder made by ``launch/wheelhouse``, which is installed
+from alone.
 
 ``.venvs`` has an environment for each combination of settings and pinned versions that was used lately; ``.venv``
 is a link to the current one. A new one never replaces files of an old one, in which jobs may be running. Development
@@ -22,7 +23,8 @@ import signal
 import sys
 from pathlib import Path
 
-from installation import LOG, ROOT, add_development_tools, fail, make_environment, say
+from installation import LOCKED, LOG, ROOT, add_development_tools, fail, make_environment, say
+from installed_tensorflow import add_development_tools_on_top, make_environment_on_top
 from restarts import OptionError, supervise, take_options
 
 VENVS = ROOT / ".venvs"
@@ -37,7 +39,13 @@ LOCK = ROOT / ".venv.lock"
 NEEDS_TOOLS = re.compile(r"(?:.*/)?(?:pytest|ruff|mypy|lint-imports|mkdocs)|(?:.*/)?(?:tests|benchmarks)(?:/.*)?")
 # Only deliberate choices: MPI_HOME or CXX may differ between login and compute nodes, which must not rebuild the
 # environment that other jobs are using.
-SETTINGS = ("HVDTRAIN_MPI", "HOROVOD_GPU_OPERATIONS", "HVDTRAIN_PYTHON", "HVDTRAIN_EXTRAS")
+SETTINGS = (
+    "HVDTRAIN_TENSORFLOW",
+    "HVDTRAIN_MPI",
+    "HOROVOD_GPU_OPERATIONS",
+    "HVDTRAIN_PYTHON",
+    "HVDTRAIN_EXTRAS",
+)
 
 
 def wanted_environment() -> Path:
@@ -45,7 +53,7 @@ def wanted_environment() -> Path:
     digest = hashlib.sha256(str(ROOT).encode())
     digest.update(json.dumps(settings()).encode())
     digest.update(sections("[project", "[tool.uv").encode())
-    for path in sorted((ROOT / "launch" / "horovod").glob("*.*")):
+    for path in [LOCKED, *sorted((ROOT / "launch" / "horovod").glob("*.*"))]:
         digest.update(path.read_bytes())
     return VENVS / digest.hexdigest()[:12]
 
@@ -144,14 +152,15 @@ def ensure_environment(*, with_tools: bool) -> Path:
             os.environ.pop(name, None)
             if value:
                 os.environ[name] = value
+        on_top = chosen["HVDTRAIN_TENSORFLOW"] == "installed"
         with LOG.open("w") as log:
             if not claim(venv):
-                make_environment(venv, log)
+                (make_environment_on_top if on_top else make_environment)(venv, log)
                 (venv / STAMP).write_text(json.dumps(chosen))
                 claim(venv)
             make_current(venv)
             if with_tools and not has_tools(venv):
-                add_development_tools(venv, log)
+                (add_development_tools_on_top if on_top else add_development_tools)(venv, log)
                 (venv / TOOLS_STAMP).write_text(sections("[dependency-groups]"))
         say("the environment is ready.")
     return venv

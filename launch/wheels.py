@@ -10,7 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from installation import LOG, ROOT, fail, find_uv
+from installation import LOG, ROOT, fail, find_uv, mpi_to_install
 
 # The checkout is installed with these, where the folder of wheels is all there is.
 TO_INSTALL_A_CHECKOUT = ("uv", "hatchling>=1.27,<2", "editables")
@@ -46,7 +46,7 @@ def download(folder: Path, uv: list[str], options: list[str], *, with_cuda: bool
     ]
     command = [*pip, "download", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:", *options]
     command += ["--dest", str(folder), "--find-links", str(folder), "--group", f"{ROOT / 'pyproject.toml'}:dev"]
-    run([*command, f"{hvdtrain}[{','.join(extras)}]", *TO_INSTALL_A_CHECKOUT])
+    run([*command, f"{hvdtrain}[{','.join(extras)}]", *mpi_to_install(), *TO_INSTALL_A_CHECKOUT])
 
 
 def run(command: list[str]) -> None:

@@ -16,6 +16,7 @@ from cyclopts.argument import ArgumentCollection
 
 from hvdtrain.commands.bench.config import BenchConfig
 from hvdtrain.commands.config import EvalConfig, ExportConfig, PredictConfig, RunConfig, TaskConfig
+from hvdtrain.commands.help_pages import HelpPages, asks_for_all
 from hvdtrain.config.fields import Config, as_dict, did_you_mean, shown
 from hvdtrain.config.loading import read_options
 from hvdtrain.config.unknown_options import hint_for
@@ -43,7 +44,7 @@ _LOCAL_MODULES = {
 _PATHS = ("data_dir", "run_dir", "resume", "checkpoint", "output")
 _HELP = """Trains Keras 3 models on every rank that the launcher started: horovodrun -np 4 python -m hvdtrain
 
-Exit codes: 0 done, 1 a failure in training, 64 usage, 65 data or a folder unusable, 70 replicas diverged,
+Exit codes: 0 done, 1 a failure in training, 64 usage, 65 data or a folder unusable, 70 replicas diverged, \
 75 stopped early (run it again to resume), 78 ranks disagree."""
 
 ConfigFile = Annotated[str | None, Parameter(name="--config", help="TOML file with the same options; flags win.")]
@@ -204,8 +205,11 @@ def _read(command: str | None, arguments: Sequence[str]) -> tuple[inspect.BoundA
         nonlocal explicitly_set
         explicitly_set = read_options(options)
 
-    app = _make_app(read)
+    shows_all = asks_for_all(arguments)
+    app = _make_app(read, HelpPages(command or ("train" if shows_all else None), shows_all=shows_all))
     tokens = [*([command] if command else []), *arguments]
+    if shows_all:
+        tokens = [command or "train", "--help"]
     try:
         function, bound, _ = app.parse_args(tokens, print_error=False, exit_on_error=False)
     except UnknownOptionError as error:
@@ -231,11 +235,12 @@ def usage_of(command: str) -> str:
     return f"python -m hvdtrain {command} {_USAGE.get(command, '[OPTIONS]')}".rstrip()
 
 
-def _make_app(read: Callable[..., None] | None = None) -> App:
+def _make_app(read: Callable[..., None] | None = None, help_pages: HelpPages | None = None) -> App:
     """The command line.
 
     Args:
         read: called with the arguments of a command before they are converted.
+        help_pages: renders ``--help``.
     """
     app = App(
         name="python -m hvdtrain",
@@ -243,6 +248,8 @@ def _make_app(read: Callable[..., None] | None = None) -> App:
         version=importlib.metadata.version("hvdtrain"),
         config=read,
         help_format="plaintext",
+        help_formatter=help_pages,
+        help_epilogue=None if help_pages is None else help_pages.epilogue,
         # The last of several wins, so that a script can append to its flags.
         default_parameter=Parameter(allow_repeating=True),
     )
@@ -304,8 +311,12 @@ def _main(argv: Sequence[str] | None) -> int:
         refused = error
     if isinstance(config, RunConfig) and config.make_sample_data is not None:
         return _make_sample_data(config.task, Path(config.make_sample_data))
-    if refused is not None and environment.launcher().name == "none":
+    launcher = environment.launcher()
+    if refused is not None and launcher.name == "none":
         return _report(refused)
+    if refused is not None and isinstance(refused.__cause__, CycloptsError) and launcher.has_one_command:
+        # All ranks have refused these words: nobody waits for anybody.
+        return _report(refused) if launcher.rank == 0 else refused.exit_code
     # Even after an error: other ranks may have none, and would wait for this one.
     with exit_on_interrupt():
         import_tensorflow()

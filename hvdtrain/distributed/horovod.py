@@ -30,7 +30,7 @@ class HorovodCollectives:
     conditions: Sequence[Condition] = ()
 
     def __init__(self, launcher: Launcher):
-        versions.check_horovod_distribution()
+        versions.check_horovod_distribution(tf.__version__)
         # Imported here, not above: loading Horovod's library takes time and needs MPI's.
         import horovod.tensorflow as hvd
 

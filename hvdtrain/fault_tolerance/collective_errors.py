@@ -1,7 +1,9 @@
 """Raises an error of one rank on all ranks."""
 
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from hvdtrain.distributed.collectives import Collectives
 
 Result = TypeVar("Result")
+
+# Where files are not the user's: this package, the environment, the standard library and generated code.
+_LIBRARIES = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
 
 
 def on_every_rank(action: Callable[[], Result], collectives: "Collectives") -> Result:
@@ -62,4 +67,14 @@ def describe(error: BaseException) -> str:
     """Returns an error's message, with class and traceback unless hvdtrain defines the error."""
     if isinstance(error, HvdtrainError):
         return str(error)
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error)).rstrip()}"
+    return f"{type(error).__name__}: {error}\n{trace_of(error)}"
+
+
+def trace_of(error: BaseException) -> str:
+    """An error's traceback; first the lines of the user's own program, if libraries have others in between."""
+    whole = "".join(traceback.format_exception(error)).rstrip()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    if not own or len(own) == len(frames):
+        return whole
+    return f"In your program (most recent call last):\n{''.join(traceback.format_list(own)).rstrip()}\n\n{whole}"

@@ -1,7 +1,6 @@
 """Ends the job after an error: one rank reports the cause, and all ranks exit with the error's code."""
 
 import os
-import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from hvdtrain.errors import (
@@ -12,7 +11,7 @@ from hvdtrain.errors import (
     NonFiniteError,
     StoppedEarly,
 )
-from hvdtrain.fault_tolerance.collective_errors import describe, exit_code_of
+from hvdtrain.fault_tolerance.collective_errors import describe, exit_code_of, trace_of
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.system.terminal import rank_name, report, write
 
@@ -66,7 +65,7 @@ def end_job(
     where = "" if step is None else f" at step {step}"
     cause = f"{type(error).__name__}: {error}".splitlines()[0]
     # Messages of hvdtrain's errors are self-contained; other errors need their traceback.
-    trace = "" if isinstance(error, HvdtrainError) else "\n" + "".join(traceback.format_exception(error)).rstrip()
+    trace = "" if isinstance(error, HvdtrainError) else "\n" + trace_of(error)
     write(f"hvdtrain: {rank_name(collectives.rank)} failed{where}: {cause}{trace}")
     if watch is not None:
         watch.fail(code)

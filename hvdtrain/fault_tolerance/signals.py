@@ -44,4 +44,8 @@ class StopSignals:
 
 def names_in(written: bytes) -> list[str]:
     """Returns the names of the caught signals among the bytes read from the wakeup file descriptor."""
-    return [signal.Signals(number).name for number in written if number in _CAUGHT]
+    return [_name_of(number) for number in written if number in _CAUGHT]
+
+
+def _name_of(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

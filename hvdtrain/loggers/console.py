@@ -60,7 +60,8 @@ class ConsoleReporter(Reporter):
             self._line(f"  {name:<15}  {value}")
         if summary["eval"]:
             self._line(f"evaluation: {values_text(summary['eval'])}")
-        self._line(f"weights_sha256: {summary['weights_sha256']} (equal on all ranks)")
+        if summary["ranks"] > 1:
+            self._line("weights: equal on all ranks")
 
     def already_complete(self, steps: int, path: Path | str) -> None:
         self._line(

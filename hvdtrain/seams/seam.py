@@ -2,13 +2,12 @@
 
 import dataclasses
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 from hvdtrain.errors import UsageError
 
-TESTED = {"keras": ("3.12", "3.15"), "tensorflow": ("2.21", "2.21"), "horovod": ("0.28", "0.28")}
+TESTED = {"keras": ("3.9", "3.15"), "tensorflow": ("2.18", "2.21"), "horovod": ("0.28", "0.28")}
 """The oldest and the newest minor version with which the tests have passed."""
 
 
@@ -90,7 +89,9 @@ def unsupported(library: str, lacks: str) -> UsageError:
     oldest, newest = TESTED[library]
     known = oldest if oldest == newest else f"{oldest} to {newest}"
     title = {"keras": "Keras", "tensorflow": "TensorFlow", "horovod": "Horovod"}[library]
+    # The distribution may have another name: keras-nightly, tensorflow-cpu.
+    version = importlib.import_module(library).__version__
     return UsageError(
-        f"{title} must be a version that hvdtrain supports: {known}. Received: {importlib.metadata.version(library)}, "
-        f"with {lacks}. Install one of them."
+        f"{title} must be a version that hvdtrain supports: {known}. Received: {version}, with {lacks}. Install one of "
+        "them."
     )

@@ -9,7 +9,7 @@ from types import FrameType
 
 EXIT_CODE = 130
 """What a shell reports for a program that SIGINT ended."""
-MESSAGE = "hvdtrain: stopped by SIGINT before there was anything to save."
+MESSAGE = "hvdtrain: stopped by Ctrl-C before there was anything to save."
 
 
 @contextlib.contextmanager

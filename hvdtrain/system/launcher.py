@@ -18,6 +18,8 @@ class Launcher:
     """Ranks on this host; None if the launcher does not say."""
     bound_to_cores: bool
     """Whether the launcher bound this rank to its own cores."""
+    has_one_command: bool = False
+    """Whether all ranks are known to have the same command line."""
 
     @property
     def is_single_rank(self) -> bool:
@@ -71,5 +73,6 @@ def find_launcher(env: Mapping[str, str]) -> Launcher:
     for each in _LAUNCHERS:
         rank, size = number(each.rank), number(each.size)
         if rank is not None and (size is not None or not each.needs_size):
-            return Launcher(each.name, rank, size or 1, number(each.local_size), bound)
+            one = each.name == "horovodrun --gloo" or env.get("OMPI_NUM_APP_CTX") == "1"
+            return Launcher(each.name, rank, size or 1, number(each.local_size), bound, has_one_command=one)
     return Launcher("none", 0, 1, 1, False)

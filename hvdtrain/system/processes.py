@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,11 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+def command_line() -> str:
+    """The command that started this process, for messages."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def start_again() -> NoReturn:

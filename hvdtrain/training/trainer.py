@@ -23,6 +23,7 @@ from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
 from hvdtrain.optim.rank_policy import PASS_ALL_CALLBACKS
+from hvdtrain.system import processes
 from hvdtrain.training.activations import Activations
 from hvdtrain.training.callback_state import RESTORABLE
 from hvdtrain.training.callbacks import RankCallbacks
@@ -422,7 +423,7 @@ class Trainer:
         saved = "Nothing was saved: the trainer has no checkpointer."
         if self._checkpointer is not None:
             self._save(wait=True)
-            saved = "The state is saved; restart the job to resume."
+            saved = f"The state is saved; this resumes it, under the same launcher: {processes.command_line()}"
         raise StoppedEarly(
             f"stopped at step {self.step} of {self.total_steps} ({self._job_watch.stop_reason}). {saved}"
         )

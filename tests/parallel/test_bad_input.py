@@ -39,6 +39,7 @@ def test_bad_input_is_reported_once_and_leaves_nothing(occupied, tmp_path):
         (["eval", "--run-dir", empty], 65, no_run),
         (["export", "--run-dir", empty], 65, no_run),
         (["fly"], 64, "the command must be one of train, eval"),
+        (["--bach-size", "3"], 64, "Unknown option: --bach-size. Did you mean --batch-size?"),
     ]
     found = run_commands([line for line, *_ in expected], ranks=2, folder=tmp_path / "output", timeout_s=120)
     for done, (line, code, message) in zip(found, expected, strict=True):

@@ -56,7 +56,7 @@ def test_what_was_not_sent_is_kept_on_other_numbers_of_ranks(tmp_path):
         lines += [train(name, run_dir, STEPS, *resume[name]) for name, run_dir in folders.items()]
         for done in run_commands(lines, ranks=ranks, folder=tmp_path / f"job {ranks}", timeout_s=240):
             assert done.code == 0, done.output
-            assert "(equal on all ranks)" in done.output
+            assert "weights: equal on all ranks" in done.output
     # Far more than the tolerance below.
     assert all(np.abs(RATE * each).max() > 1e-3 for each in mean_errors(saved["powersgd:2"], SAVED))
     for ranks in (4, 1):

@@ -186,7 +186,7 @@ def test_error_feedback_continues_with_other_ranks(options, tmp_path):
     ended = end(job)
     assert ended.code == 0, ended.output
     assert job.happened() == 3
-    assert "(equal on all ranks)" in ended.output
+    assert "weights: equal on all ranks" in ended.output
     found = summary(tmp_path / "job" / "run")
     sizes = [3, *(change["ranks"] for change in found["membership_changes"])]
     assert any(more > fewer for fewer, more in itertools.pairwise(sizes))  # others have joined

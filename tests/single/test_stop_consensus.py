@@ -116,7 +116,7 @@ def test_one_rank_stops_at_its_next_check(start):
     job.ranks[0].send_signal(signal.SIGINT)
     (rank,) = job.ended(3)
     assert rank.code == 75, rank
-    assert re.search(r"stops at \d+: SIGINT on rank 0 \(host .+\)", rank.output)
+    assert re.search(r"stops at \d+: Ctrl-C on rank 0 \(host .+\)", rank.output)
 
 
 def test_the_vote_is_decided_once():

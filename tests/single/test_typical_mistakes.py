@@ -193,11 +193,11 @@ def test_ctrl_c_before_and_in_training(at_step, tmp_path):
     (message,) = said(errors)
     if at_step:
         assert job.returncode == 75
-        assert "(SIGINT on rank 0 (host " in message
-        assert message.endswith("The state is saved; restart the job to resume.")
+        assert "(Ctrl-C on rank 0 (host " in message
+        assert "The state is saved; this resumes it, under the same launcher: python -m hvdtrain" in message
     else:
         assert (job.returncode, output) == (130, "")
-        assert message == "hvdtrain: stopped by SIGINT before there was anything to save."
+        assert message == "hvdtrain: stopped by Ctrl-C before there was anything to save."
         assert not (tmp_path / "run").exists()
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_that_a_module_catches(module, tmp_path):
     line = [sys.executable, "-m", "hvdtrain", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "hvdtrain: stopped by SIGINT before there was anything to save.\n"
+    assert done.stderr == "hvdtrain: stopped by Ctrl-C before there was anything to save.\n"
     assert not (tmp_path / "run").exists()
 
 

@@ -14,8 +14,6 @@ from packaging.specifiers import SpecifierSet
 from hvdtrain.errors import UsageError
 from hvdtrain.system import cores, cuda_libraries, environment, local_job, nvidia, tensorflow_start, versions
 
-_REBUILD = "rebuild the environment: delete .venvs and call launch/run again"
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -44,7 +42,7 @@ def checked(topic: str, check: Callable[[], list[Finding]]) -> list[Finding]:
         return check()
     except Exception as error:
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [Finding(topic, cause, _REBUILD)]
+        return [Finding(topic, cause, versions.rebuilt())]
 
 
 def find_versions() -> list[Finding]:
@@ -56,7 +54,7 @@ def find_versions() -> list[Finding]:
     findings = []
     for name, version in versions.versions().items():
         fits = version in required.get(name, SpecifierSet())
-        findings.append(Finding(name, version, None if fits else f"hvdtrain needs {name}{required[name]}: {_REBUILD}"))
+        findings.append(Finding(name, version, None if fits else f"hvdtrain needs {name}{required[name]}"))
     return findings
 
 
@@ -81,20 +79,13 @@ def find_horovod() -> list[Finding]:
     from hvdtrain.distributed import horovod
 
     built = ", ".join(f"{name} {'yes' if is_built else 'no'}" for name, is_built in horovod.build_facts().items())
-    findings = [Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else _REBUILD)]
-    required = [
-        text for text in importlib.metadata.requires("hvdtrain-horovod") or [] if text.startswith("tensorflow==")
+    findings = [
+        Finding("Horovod built with", built, None if "MPI yes" in built or "Gloo yes" in built else versions.rebuilt())
     ]
-    expected = required[0].removeprefix("tensorflow==") if required else "unknown"
-    findings.append(
-        Finding(
-            "Horovod built for",
-            f"TensorFlow {expected}",
-            None
-            if expected in (tf.__version__, "unknown")
-            else f"TensorFlow here is {tf.__version__}: rebuild Horovod",
-        )
-    )
+    built_for = versions.horovod_built_for()
+    fits = built_for in (None, tf.__version__)
+    remedy = None if fits else f"TensorFlow here is {tf.__version__}: {versions.rebuilt()}"
+    findings.append(Finding("Horovod built for", f"TensorFlow {built_for or 'unknown'}", remedy))
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     return [*findings, *find_gpus(num_gpus, nvidia.hardware(), has_nccl="NCCL yes" in built)]
 
@@ -129,14 +120,12 @@ def find_gpus(num_gpus: int, hardware: nvidia.Hardware, *, has_nccl: bool) -> li
 
 
 def find_mpirun() -> Finding:
-    """Checks mpirun's version: horovodrun does not support Open MPI 5."""
+    """Checks that there is an mpirun."""
     path = shutil.which("mpirun")
     if path is None:
         return Finding("mpirun", "not on PATH", "start with launch/run, or load the site's MPI module")
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
     first = (answer.stdout or answer.stderr).strip().splitlines()[0]
-    if "Open MPI) 5" in first:
-        return Finding("mpirun", f"{first}, {path}", "horovodrun needs Open MPI 4; with Open MPI 5, use mpirun")
     return Finding("mpirun", f"{first}, {path}")
 
 
