@@ -1,5 +1,6 @@
 """``python -m hvdtrain train``: makes task, model, trainer and run directory from a configuration, and trains."""
 
+import contextlib
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -162,7 +163,8 @@ class Run:
         self.reporter.finished(summary)
         if self.directory.writes:
             name = shlex.quote(self.directory.name)
-            print(f"results: {name}\nnext: python -m hvdtrain eval --run-dir {name}, or compare {name}", flush=True)
+            with contextlib.suppress(OSError):  # Output that cannot be written changes no exit code.
+                print(f"results: {name}\nnext: python -m hvdtrain eval --run-dir {name}, or compare {name}", flush=True)
 
     def _rescale_learning_rate(self, model: keras.Model, ranks_before: int) -> None:
         if self._config.training.rescale:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,10 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system import function_pickling, function_rank
 from hvdtrain.system.local_job import Controller, Launch, make_launch
 from hvdtrain.system.processes import end_processes
+from hvdtrain.system.tensorflow_start import without_startup_messages
 
-# The tags of mpirun and horovodrun before the lines of ranks: [1,0]<stdout>: and [0]<stdout>:
-_OF_A_RANK = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:")
 _KEPT_LINES = 30
+_POLL_S = 0.05
 
 
 class RankError(Exception):
@@ -55,7 +54,8 @@ def run(
     """Calls a function on ``np`` ranks of this machine and returns the result of each.
 
     Every rank is a new process, in which the function calls :func:`hvdtrain.init`. It may be a lambda or a closure;
-    it, its arguments and its results are sent by cloudpickle. What ranks print is printed here.
+    it, its arguments and its results are sent by cloudpickle. What rank 0 prints is printed here at once, and lines of
+    other ranks after their number; also in the cell of a notebook, where an interrupt ends all ranks.
 
     Args:
         function: called as ``function(*args, **kwargs)``.
@@ -90,7 +90,8 @@ def run(
         (folder / function_rank.PATHS).write_text(json.dumps(sys.path))
         # By its path: hvdtrain may be importable only with this process's sys.path.
         job = make_launch([sys.executable, function_rank.__file__, str(folder)], np, controller)
-        code, ending = _execute(job, timeout_s, quiet)
+        output = RankOutput(folder, np, prints=not quiet)
+        code, ending = _execute(job, timeout_s, output)
         outcomes = [_read_outcome(folder, rank) for rank in range(np)]
     failures = [each for each in outcomes if isinstance(each, Failure)]
     if failures:
@@ -106,7 +107,40 @@ def run(
     return [outcome[0] for outcome in outcomes if outcome is not None]
 
 
-def _execute(job: Launch, timeout_s: float | None, quiet: bool) -> tuple[int, str]:
+class RankOutput:
+    """Prints what ranks write to their files.
+
+    Args:
+        prints: otherwise, the last lines are kept.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, *, prints: bool):
+        self._paths = [folder / function_rank.output_name(rank) for rank in range(num_ranks)]
+        self._read_bytes = [0] * num_ranks
+        self._prints = prints
+        self.kept: deque[str] = deque(maxlen=_KEPT_LINES)
+
+    def forward(self, *, is_last: bool = False) -> None:
+        """Prints what is new: of rank 0 everything, of others whole lines."""
+        for rank, path in enumerate(self._paths):
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read_bytes[rank])
+                new = file.read()
+            if rank > 0 and not is_last:
+                new = new[: new.rfind(b"\n") + 1]
+            self._read_bytes[rank] += len(new)
+            text = new.decode(errors="replace")
+            if rank > 0:
+                text = "".join(f"rank {rank}: {line}\n" for line in text.splitlines())
+            if text and self._prints:
+                print(text, end="", flush=True)
+            elif text:
+                self.kept.extend(text.splitlines(keepends=True))
+
+
+def _execute(job: Launch, timeout_s: float | None, output: RankOutput) -> tuple[int, str]:
     """Runs a job and prints what its ranks print; returns its exit code and the last lines that were not printed."""
     process = subprocess.Popen(
         job.command,
@@ -121,13 +155,15 @@ def _execute(job: Launch, timeout_s: float | None, quiet: bool) -> tuple[int, st
     assert process.stdout is not None
     # A launcher describes the end of a failed job on a screen of lines; the error of the rank says it better.
     last: deque[str] = deque(maxlen=_KEPT_LINES)
+    reader = threading.Thread(target=last.extend, args=(process.stdout,), daemon=True)
+    reader.start()
     with _ended_after(process, timeout_s) as has_timed_out:
-        for line in process.stdout:
-            if _OF_A_RANK.match(line) and not quiet:
-                print(line, end="", flush=True)
-            else:
-                last.append(line)
+        while reader.is_alive():
+            reader.join(_POLL_S)
+            output.forward()
         code = process.wait()
+    output.forward(is_last=True)
+    last.extend(output.kept)
     if has_timed_out.is_set():
         raise HvdtrainError(
             f"the job must end within {timeout_s:g} s. Received: no end. It was ended.\n{''.join(last)}"
@@ -165,8 +201,11 @@ def _read_outcome(folder: Path, rank: int) -> tuple[Any] | Failure | None:
     if not path.exists():
         return None
     time_ns, pickled, text = cloudpickle.loads(path.read_bytes())
+    # A model, or an error of TensorFlow, imports it here.
+    quietly = contextlib.nullcontext() if "tensorflow" in sys.modules else without_startup_messages()
     try:
-        value = cloudpickle.loads(pickled) if pickled is not None else None
+        with quietly:
+            value = cloudpickle.loads(pickled) if pickled is not None else None
     except Exception as error:  # Such as that of an exception whose constructor takes other arguments than its args.
         if text is None:
             raise HvdtrainError(f"the result of rank {rank} cannot be read here: {error}") from error

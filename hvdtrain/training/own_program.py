@@ -97,10 +97,11 @@ class RankEnds:
             self._announce(reported=True)
             return
         self._default_hook(kind, error, trace)
+        # HvdtrainErrors say what happened, and may be raised on all ranks.
         if isinstance(error, Exception) and not isinstance(error, HvdtrainError):
             text = f"{kind.__name__}: {error}".splitlines()[0]
             write(f"hvdtrain: {rank_name(self._rank)} failed after step {num_made_steps()}: {text}")
-            self._announce(reported=True)
+        self._announce(reported=True)
 
     def _announce(self, *, reported: bool = False) -> None:
         if self._has_announced:

@@ -139,7 +139,7 @@ def nccl_is_from_wheel() -> bool:
 
 def libraries() -> list[str]:
     """The wheels that Horovod is linked with."""
-    return [MPI[mpi()][0]] * mpi_is_from_wheel() + [NCCL] * nccl_is_from_wheel()
+    return [*([MPI[mpi()][0]] if mpi_is_from_wheel() else [])] + [NCCL] * nccl_is_from_wheel()
 
 
 def libraries_to_run() -> list[str]:

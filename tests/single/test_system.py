@@ -1,5 +1,6 @@
 """What a process decides from its environment, with made-up environments and GPUs."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -65,7 +66,16 @@ def test_the_ranks_of_an_elastic_job_have_longer_to_connect_if_there_are_many(ra
     ],
 )
 def test_launchers_are_distinguished(env, expected):
-    assert find_launcher(env) == expected
+    assert dataclasses.replace(find_launcher(env), has_one_command=False) == expected
+
+
+def test_ranks_of_one_command_are_known():
+    ranks = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    assert find_launcher({**ranks, "OMPI_NUM_APP_CTX": "1"}).has_one_command
+    assert find_launcher({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}).has_one_command
+    # mpirun -np 1 one : -np 1 another
+    assert not find_launcher({**ranks, "OMPI_NUM_APP_CTX": "2"}).has_one_command
+    assert not find_launcher({"PMI_RANK": "1", "PMI_SIZE": "2"}).has_one_command
 
 
 @pytest.mark.slow

@@ -247,3 +247,17 @@ def test_a_failing_rank_shows_no_traceback_of_the_launcher(launcher):
 def test_wrong_arguments_of_trainer_and_misspelled_names():
     with pytest.raises(AttributeError, match=r"module 'hvdtrain' has no attribute 'Trainr'\. Did you mean Trainer\?"):
         hvdtrain.Trainr  # noqa: B018
+
+
+@pytest.mark.parametrize("option", ["--min-np", "--host-discovery-script"])
+def test_horovods_elastic_mode_is_refused(option, tmp_path):
+    """It executes what anybody sends to one of its ports (CVE-2024-10190)."""
+    script = tmp_path / "hosts.sh"
+    script.write_text("#!/bin/sh\necho localhost:1\n")
+    script.chmod(0o755)
+    command = ["horovodrun", "-np", "1", option, "1" if option == "--min-np" else str(script), "sleep", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert "CVE-2024-10190" in done.stderr
+    assert "Use hvdtrain elastic MIN:MAX COMMAND." in done.stderr
+    assert "Traceback" not in done.stderr
