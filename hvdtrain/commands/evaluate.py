@@ -19,7 +19,7 @@ from hvdtrain.errors import DataError, HvdtrainError, StoppedEarly
 from hvdtrain.fault_tolerance.collective_errors import on_first_rank
 from hvdtrain.loggers.json_lines import JsonLinesReporter
 from hvdtrain.loggers.progress_bar import console_reporter
-from hvdtrain.loggers.reporter import CompositeReporter, Reporter
+from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
 from hvdtrain.optim.ema import keeps_ema
 from hvdtrain.training.callbacks import NoCallbacks
 from hvdtrain.training.eval_step import build_metrics
@@ -47,7 +47,7 @@ def _evaluate_run(config: EvalConfig, files: RunFiles, session: Session) -> None
     collectives, job_watch = session.collectives, session.job_watch
     trained = open_run(files, config.task, config.data_dir, collectives)
     evaluator = _make_evaluator(trained, config.batch_size, session)
-    reporter = _make_reporter(files, collectives)
+    reporter = _make_reporter(files, trained.config.task, collectives)
     step = -1
     while not job_watch.check():
         newest = on_first_rank(lambda: open_folder(files.checkpoints).newest_step(), collectives)
@@ -93,9 +93,11 @@ def _make_evaluator(trained: TrainedRun, batch_size: int | None, session: Sessio
     )
 
 
-def _make_reporter(files: RunFiles, collectives: Collectives) -> Reporter:
+def _make_reporter(files: RunFiles, task: str, collectives: Collectives) -> Reporter:
     """Reports on rank 0: to the console and to a file beside those of the run."""
     if collectives.rank != 0:
         return Reporter()
     lines = JsonLinesReporter(files.path_of(EVALUATIONS))
-    return CompositeReporter([console_reporter(is_terminal=False), lines])
+    console = console_reporter(is_terminal=False)
+    console.started({"run": f"{files.name} (task {task}), evaluated on {collectives.size} rank(s)"}, RunShape(1, 1))
+    return CompositeReporter([console, lines])
