@@ -31,7 +31,7 @@ _CHUNK_BYTES = 65536
 # Room for other clients, such as port scanners: with a full queue, ranks would wait a second to connect.
 _EXTRA_BACKLOG = 100
 # No rank sends a longer line.
-_MAX_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 
 
 class Connection:
@@ -48,6 +48,8 @@ class Connection:
         self._socket = connected
         self._received = b""
         self._unsent = b""
+        self.max_line_bytes = MAX_LINE_BYTES
+        """A longer line ends the connection."""
         self.is_lost = False
         """True when nothing more can be received."""
 
@@ -95,7 +97,7 @@ class Connection:
             except OSError:
                 data = b""
             self._received += data
-            self.is_lost = not data or len(self._received) > _MAX_LINE_BYTES
+            self.is_lost = not data or len(self._received) > self.max_line_bytes
         *lines, self._received = self._received.split(b"\n")
         messages = []
         for line in lines:

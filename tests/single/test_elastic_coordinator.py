@@ -1,5 +1,7 @@
 """The coordinator of an elastic job: what it tells its members, which are sockets without processes."""
 
+import contextlib
+import errno
 import json
 import socket
 import time
@@ -259,6 +261,61 @@ def test_strangers_are_disconnected_and_change_nothing(jobs):
                 pass
     assert (job.coordinator.exit_code, job.coordinator.lost) == (None, 0)
     assert len(members) == 2
+
+
+def test_silent_strangers_are_disconnected_and_keep_nobody_out(jobs):
+    job = jobs(1, 3, start_size=2)
+    members = started(job, 2)
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", job.coordinator.port)
+        strangers = [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(200)]
+        assert strangers[0].recv(1) == b""  # The oldest of them make room.
+        newcomer = Member(job)
+        assert newcomer.receive("welcome")["must_warm_up"] is True
+        wait_until(lambda: len(job.coordinator.peers) <= 64 + 3)
+    assert (job.coordinator.exit_code, job.coordinator.lost) == (None, 0)
+    assert len(members) == 2
+
+
+def test_connections_that_cannot_be_accepted_are_tried_again(jobs):
+    job = jobs(1, 3, start_size=2)
+    members = started(job, 2)
+    listener = job.coordinator.peers._listener
+
+    class WithoutDescriptors:
+        fileno = listener.fileno
+        getsockname = listener.getsockname
+        close = listener.close
+        left = 1
+
+        def accept(self):
+            if self.left:
+                self.left -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return listener.accept()
+
+    job.coordinator.peers._listener = WithoutDescriptors()
+    newcomer = Member(job)
+    assert newcomer.receive("welcome")
+    assert any("a process cannot be connected (Too many open files); trying again" in line for line in job.said)
+    assert job.coordinator.exit_code is None
+    assert len(members) == 2
+
+
+def test_a_member_speaks_for_itself_and_in_numbers_that_can_be_held(jobs):
+    job = jobs(1, 3, start_size=2)
+    first, second = started(job, 2)
+    newcomer = Member(job)
+    newcomer.receive("welcome")
+    newcomer.send(kind="end", code=9)
+    newcomer.send(kind="restart")
+    newcomer.send(kind="heartbeat", heartbeats=1, step=1)
+    wait_until(lambda: any(peer.heartbeats for peer in job.coordinator.peers))
+    assert (job.coordinator.exit_code, job.coordinator.generation) == (None, 1)
+    second.send(kind="answer", passed=10**40)
+    assert first.receive("cut")["generation"] == 1
+    assert any("it sent a number that no process sends" in line for line in job.said)
+    assert job.coordinator.exit_code is None
 
 
 def test_a_process_with_other_options_is_refused(jobs):

@@ -62,13 +62,14 @@ def test_gradients_have_the_shapes_of_their_variables():
     model = keras.Sequential([layers.Input((None,)), layers.Embedding(9, 3), layers.LSTM(4, return_sequences=True)])
     model.add(layers.Dense(2))
     variables = model.trainable_variables
+    unknown = []
 
     @tf.function(input_signature=[tf.TensorSpec([None, None])])
     def is_known(x: tf.Tensor) -> list[tf.Tensor]:
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x) ** 2)
         own = tape.gradient(loss, variables)
-        assert not all(tf.convert_to_tensor(each).shape.is_fully_defined() for each in own)
+        unknown.extend(each for each in own if not tf.convert_to_tensor(each).shape.is_fully_defined())
         found = with_shapes_of(variables, own)
         # A sparse gradient stays sparse.
         assert [type(each) for each in found] == [type(each) for each in own]
@@ -78,3 +79,5 @@ def test_gradients_have_the_shapes_of_their_variables():
         ]
 
     assert all(is_known(np.arange(10, dtype=np.float32).reshape(2, 5) % 9))
+    if not unknown:
+        pytest.skip("this version of TensorFlow knows the shapes of all gradients")

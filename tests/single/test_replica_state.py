@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 from keras.src.backend.common.global_state import set_global_attribute
 from made_up_jobs import ThreadCollectives, on_threads
+from packaging import version
 
 import hvdtrain
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
@@ -168,6 +169,9 @@ def drawn(make, rank: int | None) -> np.ndarray:
 
 @pytest.mark.parametrize("name", [*random_layers(), "Noise"])
 def test_ranks_draw_differently(name):
+    if name in ("RandAugment", "RandomGrayscale") and version.parse(keras.__version__) < version.parse("3.12"):
+        pytest.skip("before Keras 3.12, it draws without a seed generator, or cannot be called")
+
     def make():
         return keras.Sequential([layers.Input((8,)), Noise()]) if name == "Noise" else drawing_model(name)
 

@@ -1,6 +1,5 @@
 """The processes that are connected to the coordinator of an elastic job."""
 
-import contextlib
 import selectors
 import socket
 from collections.abc import Callable, Iterator
@@ -9,19 +8,27 @@ from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.channel import Connection, Message
 from hvdtrain.fault_tolerance.elastic.peer import Peer
 
+# Of connections that have not shown the token yet: anybody can open them.
+_MAX_STRANGERS = 64
+_STRANGER_S = 10.0
+_MAX_HELLO_BYTES = 1 << 16
+_PAUSE_S = 1.0
+"""How long no connection is accepted after one could not be, such as for lack of file descriptors."""
+
 
 class ConnectedPeers:
-    """Accepts connections, and waits for what they send.
+    """Accepts connections, and waits for what they send. Strangers can neither fill it nor end the job.
 
     Args:
         endpoint: the address and port to listen on; port 0: any.
         clock: returns the time in seconds; monotonic.
+        say: prints a message.
 
     Raises:
         UsageError: this process cannot listen there.
     """
 
-    def __init__(self, endpoint: tuple[str, int], clock: Callable[[], float]):
+    def __init__(self, endpoint: tuple[str, int], clock: Callable[[], float], say: Callable[[str], None]):
         try:
             self._listener = socket.create_server(endpoint, backlog=100)
         except OSError as error:
@@ -32,6 +39,8 @@ class ConnectedPeers:
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: list[Peer] = []
+        self._say = say
+        self._paused_until: float | None = None
 
     @property
     def port(self) -> int:
@@ -54,17 +63,38 @@ class ConnectedPeers:
 
     def wait(self, timeout_s: float) -> list[Peer]:
         """Waits at most this long and accepts connections; returns the processes that have sent something."""
+        if self._paused_until is not None and self._clock() >= self._paused_until:
+            self._paused_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
         ready = self._selector.select(timeout_s)
         if any(key.data is None for key, _ in ready):
             self._accept()
-        return [key.data for key, _ in ready if key.data is not None]
+        self._disconnect_strangers()
+        return [key.data for key, _ in ready if key.data is not None and key.data in self._peers]
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                peer = Peer(Connection(self._listener.accept()[0]), self._clock())
-                self._peers.append(peer)
-                self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        while True:
+            try:
+                connected = self._listener.accept()[0]
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._say(f"a process cannot be connected ({error.strerror}); trying again in {_PAUSE_S:g} s")
+                self._selector.unregister(self._listener)
+                self._paused_until = self._clock() + _PAUSE_S
+                return
+            peer = Peer(Connection(connected), self._clock())
+            peer.connection.max_line_bytes = _MAX_HELLO_BYTES
+            self._peers.append(peer)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    def _disconnect_strangers(self) -> None:
+        """Those that have said nothing for too long, and the oldest of too many."""
+        strangers = [peer for peer in self._peers if peer.member is None and not peer.was_member]
+        now = self._clock()
+        for i, peer in enumerate(strangers):
+            if len(strangers) - i > _MAX_STRANGERS or now - peer.received_at > _STRANGER_S:
+                self.disconnect(peer)
 
     def send_training(self, message: Message) -> None:
         """Sends a message to all that are part of the current generation."""

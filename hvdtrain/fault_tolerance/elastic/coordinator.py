@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.distributed.rendezvous import Rendezvous
 from hvdtrain.errors import DisagreementError, StoppedEarly
-from hvdtrain.fault_tolerance.channel import Message
+from hvdtrain.fault_tolerance.channel import MAX_LINE_BYTES, Message
 from hvdtrain.fault_tolerance.elastic.connected_peers import ConnectedPeers
 from hvdtrain.fault_tolerance.elastic.generation import Generation
 from hvdtrain.fault_tolerance.elastic.hello import Hello, differences
@@ -19,6 +19,9 @@ HEARTBEAT_S = 1.0
 _START_S = 120.0
 """How long the first generation waits for all processes, if there are at least the minimum."""
 _MAX_RESTARTS = 3
+_MAX_EXIT_CODE = 255
+_MAX_NUMBER = 1 << 53
+"""Above, JSON's numbers are not exact everywhere."""
 
 
 class Coordinator:
@@ -54,7 +57,7 @@ class Coordinator:
         self._on_removed = on_removed
         self._clock = clock
         self._host = endpoint[0]
-        self.peers = ConnectedPeers(endpoint, clock)
+        self.peers = ConnectedPeers(endpoint, clock, say)
         """The connected processes."""
         self._timeouts = MemberTimeouts(clock())
         self._facts: Mapping[str, Any] | None = None
@@ -119,8 +122,10 @@ class Coordinator:
             peer.received_at = now
             if peer.member is None:
                 self._greet(peer, message)
-            else:
+            elif _holds_usable_numbers(message):
                 self._handle(peer, peer.member, message, now)
+            else:
+                self._remove(peer, "it sent a number that no process sends")
             if peer not in self.peers:
                 return
 
@@ -141,7 +146,8 @@ class Coordinator:
             self.peers.disconnect(peer)
         else:
             self._facts = self._facts or hello.facts
-            peer.member, peer.hello = self._membership.join(hello.host), hello
+            peer.member, peer.hello, peer.was_member = self._membership.join(hello.host), hello, True
+            peer.connection.max_line_bytes = MAX_LINE_BYTES
             welcome = {"member": peer.member.number, "must_warm_up": not peer.member.is_ready}
             peer.connection.send({"kind": "welcome", **welcome, "start_size": self._start_size})
 
@@ -167,13 +173,13 @@ class Coordinator:
                 self._leave(peer, member, reason)
             case {"kind": "stop", "reason": str(reason)}:
                 self.stop(reason)
-            case {"kind": "restart"}:
+            case {"kind": "restart"} if member.trains:
                 self._restart_all(peer)
             case {"kind": "bye", "code": int(code)}:
                 peer.has_finished = True
                 if self.exit_code is None and member.trains:
                     self._decide_exit_code(code)
-            case {"kind": "end", "code": int(code)}:
+            case {"kind": "end", "code": int(code)} if member.trains and code <= _MAX_EXIT_CODE:
                 self._end(code)
 
     def _leave(self, peer: Peer, member: Member, reason: str, *, may_wait: bool = False) -> None:
@@ -345,3 +351,7 @@ class Coordinator:
         for peer in self.peers:
             if peer.member is not None:
                 peer.connection.send({"kind": "heartbeat"})
+
+
+def _holds_usable_numbers(message: Message) -> bool:
+    return all(0 <= value <= _MAX_NUMBER for value in message.values() if isinstance(value, int | float))

@@ -4,7 +4,6 @@ import os
 import secrets
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Sequence
 
@@ -14,6 +13,7 @@ from hvdtrain.fault_tolerance.elastic.host_list import HostList
 from hvdtrain.fault_tolerance.elastic.membership import Membership
 from hvdtrain.fault_tolerance.elastic.workers import Worker, Workers
 from hvdtrain.system import environment, network, remote_process
+from hvdtrain.system.terminal import write
 
 _POLL_S = 0.05
 _END_S = 60.0
@@ -108,4 +108,4 @@ class ElasticJob:
 
 
 def _say(text: str) -> None:
-    print(f"hvdtrain elastic: {text}", file=sys.stderr, flush=True)
+    write(f"hvdtrain elastic: {text}")  # If nobody can read it, the job continues.

@@ -16,6 +16,8 @@ class Peer:
         self.heartbeats = 0
         self.step: int | None = None
         self.has_finished = False
+        self.was_member = False
+        """Whether it has shown the token; it may be about to start again."""
 
     @property
     def name(self) -> str:
