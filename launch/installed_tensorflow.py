@@ -32,7 +32,7 @@ import json, os, sys, tensorflow
 folders = [each for each in sys.path if os.path.basename(each) in ("site-packages", "dist-packages")]
 print(json.dumps([folders, tensorflow.__version__]))
 """
-_PACKAGES_OF_CHECKOUTS = ("tensorflow", "hvdtrain-horovod")
+_NOT_INSTALLED_BY_PIP = ("tensorflow", "hvdtrain-horovod")
 
 
 def make_environment_on_top(venv: Path, log: TextIO) -> None:
@@ -74,17 +74,8 @@ def add_development_tools_on_top(venv: Path, log: TextIO) -> None:
 
 def _pip_install(venv: Path) -> list[str]:
     """Unlike uv, pip leaves out what can be imported already."""
-    python = str(venv / "bin" / "python")
-    return [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--root-user-action",
-        "ignore",
-        *wheelhouse(),
-    ]
+    options = ["--disable-pip-version-check", "--root-user-action", "ignore"]
+    return [str(venv / "bin" / "python"), "-m", "pip", "install", *options, *wheelhouse()]
 
 
 def _described(python: str) -> tuple[list[str], str]:
@@ -114,7 +105,7 @@ def _requirements(chosen: list[str]) -> list[str]:
     for extra in filter(None, chosen):
         lists.append(re.search(rf"^{extra} = (\[.*\])", text, re.MULTILINE))
     named = [each for found in lists if found for each in re.findall(r'"([^"\n]+)"(?=[,\]]|$)', _uncommented(found[1]))]
-    return [each for each in named if re.split(r"[^A-Za-z0-9_-]", each, maxsplit=1)[0] not in _PACKAGES_OF_CHECKOUTS]
+    return [each for each in named if re.split(r"[^A-Za-z0-9_-]", each, maxsplit=1)[0] not in _NOT_INSTALLED_BY_PIP]
 
 
 def _uncommented(text: str) -> str:

@@ -1,10 +1,10 @@
 """What ``--help`` shows: the options that most runs need, or all of them with ``--help all``."""
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import attrs
 from cyclopts.help import DefaultFormatter, HelpEntry, HelpPanel, InlineText
 from rich.text import Text
 
@@ -44,7 +44,9 @@ class HelpPages(DefaultFormatter):
         """Prints one group of options or commands."""
         entries = [_on_one_line(each) for each in panel.entries if self._shows(panel, each)]
         if entries:
-            super().__call__(console, options, attrs.evolve(panel, entries=entries))
+            shown = copy.copy(panel)
+            shown.entries = entries
+            super().__call__(console, options, shown)
 
     def _shows(self, panel: HelpPanel, entry: HelpEntry) -> bool:
         if self._first is None or panel.format == "command":

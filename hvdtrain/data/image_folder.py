@@ -1,7 +1,9 @@
 """Labelled images in a folder with a subfolder for each class."""
 
+import contextlib
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class ImageFolder(NumberedSource):
         found = [
             (path.relative_to(self._folder).as_posix(), label)
             for label, each in enumerate(classes)
-            for path in sorted(each.rglob("*"))
+            for path in sorted(Path(within, name) for within, _, names in os.walk(each) for name in names)
             if path.suffix.lower() in _SUFFIXES
         ]
         if not found:
@@ -75,7 +77,8 @@ class ImageFolder(NumberedSource):
         """The number of images, and a digest of their names and of the bytes of 16 of them."""
         digest = hashlib.sha256("\n".join(self._names).encode(errors="surrogateescape"))
         for number in np.unique(np.linspace(0, self.num_samples - 1, _IMAGES_COMPARED).astype(np.int64)):
-            digest.update((self._folder / self._names[number]).read_bytes())
+            with contextlib.suppress(OSError):  # A bad sample, when it is read.
+                digest.update((self._folder / self._names[number]).read_bytes())
         return {"samples": self.num_samples, "digest": digest.hexdigest()[:12]}
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
@@ -84,16 +87,19 @@ class ImageFolder(NumberedSource):
         for number in map(int, numbers):
             path = str(self._folder / self._names[number])
             try:
-                self._image(tf.constant(path))
+                self._image(tf.constant(os.fsencode(path)))
             except tf.errors.OpError as error:
-                bad.append(BadSample(number, path, (error.message or type(error).__name__).splitlines()[0]))
+                shown = path.encode(errors="backslashreplace").decode()
+                bad.append(BadSample(number, shown, (error.message or type(error).__name__).splitlines()[0]))
         return bad
 
     @functools.cached_property
     def _tensors(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Paths and labels, outside of the graphs of datasets, which would each hold a copy."""
         with tf.init_scope(), tf.device("CPU"):
-            return tf.constant([str(self._folder / name) for name in self._names]), tf.constant(self._labels)
+            # As bytes: names need not be valid UTF-8.
+            paths = [os.fsencode(self._folder / name) for name in self._names]
+            return tf.constant(paths), tf.constant(self._labels)
 
     def _read(self, numbers: tf.Tensor) -> Parts:
         paths, labels = self._tensors

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSample
+from hvdtrain.data.conversion import common_dtype, converted
 from hvdtrain.data.numbered import NumberedSource, Parts, read_with_numpy
 from hvdtrain.data.pipeline import Augment
 from hvdtrain.errors import DataError, UsageError
@@ -57,12 +58,24 @@ class RandomAccess(NumberedSource):
                 "the first sample must be readable: it shows shapes and dtypes. Received: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        self._specs = [tf.type_spec_from_value(tf.constant(each)) for each in tf.nest.flatten(self._structure)]
+        self._specs = _specs_of(self._structure)
+        # Perhaps only some of them have decimals.
+        others = map(self._specs_if_readable, self._compared()[1:])
+        self._specs = _with_common_dtypes(self._specs, [each for each in others if each is not None])
+
+    def _specs_if_readable(self, number: int) -> list[tf.TensorSpec] | None:
+        try:
+            return _specs_of(_parts_of(self._select(self._samples[number])))
+        except Exception:  # Counted when it is read for training.
+            return None
+
+    def _compared(self) -> list[int]:
+        return [int(each) for each in np.unique(np.linspace(0, self.num_samples - 1, _SAMPLES_COMPARED).astype(int))]
 
     def facts(self) -> dict[str, Any]:
         """The number of samples and a digest of 16 of them."""
-        numbers = np.unique(np.linspace(0, self.num_samples - 1, _SAMPLES_COMPARED).astype(np.int64))
-        readable = set(map(int, numbers)) - {each.number for each in self.find_bad(numbers)}
+        numbers = self._compared()
+        readable = set(numbers) - {each.number for each in self.find_bad(np.array(numbers))}
         return {"samples": self.num_samples, "digest": _digest(self._one(number) for number in sorted(readable))}
 
     def find_bad(self, numbers: np.ndarray) -> list[BadSample]:
@@ -79,7 +92,7 @@ class RandomAccess(NumberedSource):
         with self._lock:
             sample = _parts_of(self._select(self._samples[number]))
         tf.nest.assert_same_structure(self._structure, sample)
-        flat = _arrays(sample, self._specs)
+        flat = _arrays(sample, self._specs, f"sample {number}")
         for each, spec in zip(flat, self._specs, strict=True):
             if not spec.shape.is_compatible_with(each.shape):
                 raise DataError(
@@ -131,9 +144,11 @@ class Batches(NumberedSource):
         self._batch = functools.lru_cache(_BATCHES_KEPT)(self._read_batch)
         first, last = _parts_of(dataset[0]), _parts_of(dataset[dataset.num_batches - 1])
         self._structure = first
-        flat = [np.asarray(each) for each in tf.nest.flatten(first)]
-        self._specs = [tf.TensorSpec((None, *each.shape[1:]), tf.constant(each[:1]).dtype) for each in flat]
-        self._batch_size = len(flat[0])
+        self._specs = [
+            tf.TensorSpec((None, *spec.shape[1:]), spec.dtype)
+            for spec in _with_common_dtypes(_specs_of(first), [_specs_of(last)])
+        ]
+        self._batch_size = len(tf.nest.flatten(first)[0])
         self.num_samples = (dataset.num_batches - 1) * self._batch_size + len(tf.nest.flatten(last)[0])
 
     def facts(self) -> dict[str, Any]:
@@ -142,7 +157,7 @@ class Batches(NumberedSource):
         return {"samples": self.num_samples, "digest": _digest(batches)}
 
     def _read_batch(self, index: int) -> list[np.ndarray]:
-        arrays = _arrays(_parts_of(self._dataset[index]), self._specs)
+        arrays = _arrays(_parts_of(self._dataset[index]), self._specs, f"batch {index}")
         expected = min(self._batch_size, self.num_samples - index * self._batch_size)
         if {len(each) for each in arrays} != {expected}:
             raise DataError(
@@ -174,9 +189,24 @@ def _parts_of(sample: Any) -> Parts:
     return parts
 
 
-def _arrays(parts: Parts, specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
+def _specs_of(parts: Parts) -> list[tf.TensorSpec]:
+    return [tf.type_spec_from_value(tf.constant(each)) for each in tf.nest.flatten(parts)]
+
+
+def _with_common_dtypes(specs: list[tf.TensorSpec], others: Sequence[list[tf.TensorSpec]]) -> list[tf.TensorSpec]:
+    """The specs, with data types that hold those of other samples of the same structure too."""
+    found = []
+    for i, spec in enumerate(specs):
+        dtypes = [spec.dtype, *(each[i].dtype for each in others if len(each) == len(specs))]
+        is_numeric = all(each.is_floating or each.is_integer for each in dtypes)
+        common = common_dtype([np.dtype(each.as_numpy_dtype) for each in dtypes]) if is_numeric else spec.dtype
+        found.append(tf.TensorSpec(spec.shape, tf.as_dtype(common)))
+    return found
+
+
+def _arrays(parts: Parts, specs: Sequence[tf.TensorSpec], what: str) -> list[np.ndarray]:
     flat = tf.nest.flatten(parts)
-    return [np.asarray(each, spec.dtype.as_numpy_dtype) for each, spec in zip(flat, specs, strict=True)]
+    return [converted(each, spec.dtype.as_numpy_dtype, what) for each, spec in zip(flat, specs, strict=True)]
 
 
 def _digest(samples: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSample
+from hvdtrain.data.conversion import converted
 from hvdtrain.data.downloads import require_local
 from hvdtrain.data.numbered import NumberedSource, Parts, read_with_numpy
 from hvdtrain.data.pipeline import Augment
@@ -191,12 +192,22 @@ def _arrays(rows: "pyarrow.Table", columns: Columns) -> Any:
         return _array(rows, columns)
     if isinstance(columns, Mapping):
         return {key: _array(rows, name) for key, name in columns.items()}
-    return np.stack([_array(rows, name).astype(keras.config.floatx()) for name in columns], axis=1)
+    floatx = keras.config.floatx()
+    return np.stack([converted(_array(rows, name), floatx, f"column {name}") for name in columns], axis=1)
+
+
+def _has_missing(column: "pyarrow.ChunkedArray") -> bool:
+    """Whether a value is missing, also within lists."""
+    from pyarrow import compute, types
+
+    kind = column.type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(column.null_count) or (is_list and _has_missing(compute.list_flatten(column)))
 
 
 def _array(rows: "pyarrow.Table", name: str) -> np.ndarray:
     column = rows.column(name)
-    if column.null_count:
+    if _has_missing(column):
         raise DataError(f"no value may be missing. Received: an empty value in column {name}")
     if not hasattr(column.type, "value_type"):
         return column.to_numpy()

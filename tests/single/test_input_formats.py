@@ -1,6 +1,8 @@
 """Tables and image folders in their real formats: they train as the same samples in arrays."""
 
 import json
+import os
+import shutil
 
 import datasets
 import keras
@@ -118,8 +120,16 @@ def test_dtypes_are_those_of_the_table():
     table = pyarrow.table({"x": pyarrow.array(list(X)), "y": Y.astype(np.uint8), "weight": WEIGHTS.astype(np.float64)})
     x, y, weight = next(iter(batches(Table(table, x="x", y="y", sample_weight="weight"), 4)))[:3]
     assert [each.dtype for each in (x, y, weight)] == [tf.float32, tf.uint8, tf.float32]
-    lists = pyarrow.table({"x": pyarrow.array([[1, 2], [3, None]])})
-    assert Table(lists, x="x").find_bad(np.arange(2))[0].number == 1
+    for lists in ([[1, 2], [3, None]], [[1.0, 2.0], [3.0, None]], [[[1.0]], [[None]]]):
+        (bad,) = Table(pyarrow.table({"x": pyarrow.array(lists)}), x="x").find_bad(np.arange(2))
+        assert (bad.number, bad.cause) == (1, "no value may be missing. Received: an empty value in column x")
+
+
+def test_whole_numbers_that_a_matrix_of_floats_cannot_hold_are_bad_samples():
+    table = pyarrow.table({"a": [1, 2**24 + 1, 3], "b": [0.5, 1.5, 2.5]})
+    (bad,) = Table(table, x=["a", "b"]).find_bad(np.arange(3))
+    assert bad.number == 1
+    assert "Received: int64 in column a, with values that float32 cannot hold" in bad.cause
 
 
 def test_tables_that_cannot_be_read(files, tmp_path):
@@ -181,6 +191,23 @@ def test_images_that_cannot_be_decoded_are_bad_samples(images):
     (bad,) = source.find_bad(np.arange(10))
     assert bad.where == str(broken)
     assert bad.number == 5  # after 5 cats
+
+
+def test_names_that_are_no_text_links_to_nowhere_and_folders_with_names_of_images(images, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("other") / "images"
+    shutil.copytree(images, folder)
+    one = next(each for each in folder.glob("*/*.png"))
+    strange = os.fsencode(one.parent) + b"/caf\xe9.png"
+    shutil.copy(os.fsencode(one), strange)
+    (one.parent / "zz.jpg").symlink_to("/nowhere")
+    (one.parent / "folder.jpg").mkdir()
+    before, source = ImageFolder(images, image_size=(4, 4)), ImageFolder(folder, image_size=(4, 4))
+    assert source.num_samples == before.num_samples + 2
+    source.facts()
+    (bad,) = {each.where for each in source.find_bad(np.arange(source.num_samples))} - {
+        each.where.replace(str(images), str(folder)) for each in before.find_bad(np.arange(before.num_samples))
+    }
+    assert bad.endswith("/zz.jpg")
 
 
 def test_folders_without_images_are_refused(tmp_path):

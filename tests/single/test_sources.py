@@ -190,6 +190,36 @@ def test_unreadable_samples_are_skipped_up_to_the_quota():
     assert trained(RandomAccess(Samples(broken=(3,))), bad_samples=1) != trained(RandomAccess(Samples()))
 
 
+class Labelled:
+    """Samples whose labels are whole numbers, but for one."""
+
+    def __init__(self, fraction: int):
+        self._fraction = fraction
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, number):
+        return [1.0, 2.0], 0.25 if number == self._fraction else 1
+
+
+def test_labels_keep_their_decimals_or_are_bad_samples():
+    """The types are those of the first sample and 15 others, the last one among them."""
+    assert RandomAccess(Labelled(49))._one(49)[-1] == 0.25
+    source = RandomAccess(Labelled(1))
+    (bad,) = source.find_bad(np.arange(50))
+    assert bad.number == 1
+    assert "the data types of the first ones. Received: float64 in sample 1, int32 in the first." in bad.cause
+
+    class InTwoBatches(keras.utils.PyDataset):
+        num_batches = 2
+
+        def __getitem__(self, index):
+            return X[:4], np.zeros(4, int) if index == 0 else np.full(4, 0.7)
+
+    assert Batches(InTwoBatches())._read_batch(1)[1].tolist() == [0.7] * 4
+
+
 def test_what_cannot_be_a_source_is_refused():
     class Shuffled(InBatches):
         def on_epoch_end(self):
