@@ -271,12 +271,26 @@ def test_contributions_are_recorded_and_continued(tmp_path):
         ContributionFile(path, 3).start(7)
     with pytest.raises(UsageError, match=r"the recorded number of ranks\. Received: .*, of 3 ranks, on 2\."):
         read_contributions(path, 2)
-    (tmp_path / "other").write_text('{"ranks": 3}\n[0, 3]\n')
-    with pytest.raises(UsageError, match="ranks below 3"):
-        read_contributions(str(tmp_path / "other"), 3)
+    for line in ("[0, 3]", "[1, 1]", "[1, 0]", "[true]", "[1.0]", "[]"):
+        (tmp_path / "other").write_text(f'{{"ranks": 3}}\n{line}\n')
+        with pytest.raises(UsageError, match="ranks below 3, in order and each once"):
+            read_contributions(str(tmp_path / "other"), 3)
     (tmp_path / "other").write_text("[0, 3]\n")
     with pytest.raises(UsageError, match="that record wrote"):
         read_contributions(str(tmp_path / "other"), 3)
+
+
+def test_a_record_that_cannot_be_written_ends_and_training_continues(capfd):
+    file = ContributionFile("/dev/full", 2)
+    file.start(0)
+    file.add((0, 1))
+    file.flush()
+    file.add((0, 1))
+    file.flush()
+    file.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert "record must be a file that can be written. Received: /dev/full (No space left on device)." in lines[0]
 
 
 def test_a_killed_run_leaves_the_contributions_up_to_its_checkpoint(tmp_path):

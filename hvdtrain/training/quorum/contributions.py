@@ -1,12 +1,15 @@
 """Who contributed to each update, in a file: written while training, and read to repeat the run."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
+from hvdtrain.system.terminal import report
 from hvdtrain.training.quorum.ledger import Contributors
 
 
@@ -43,18 +46,42 @@ class ContributionFile:
     def add(self, contributors: Contributors) -> None:
         """Appends an update."""
         if self._file is not None:
-            self._file.write(json.dumps(list(contributors)) + "\n")
+            with self._ended_if_full():
+                self._file.write(json.dumps(list(contributors)) + "\n")
 
     def flush(self) -> None:
         """Writes what is buffered; call it when a checkpoint is saved."""
         if self._file is not None:
-            self._file.flush()
+            with self._ended_if_full():
+                self._file.flush()
 
     def close(self) -> None:
         """Ends the file."""
         if self._file is not None:
-            self._file.close()
+            with self._ended_if_full():
+                self._file.close()
             self._file = None
+
+    @contextlib.contextmanager
+    def _ended_if_full(self) -> Iterator[None]:
+        """Gives the record up, not the training and its checkpoints."""
+        try:
+            yield
+        except OSError as error:
+            file, self._file = self._file, None
+            with contextlib.suppress(OSError):
+                if file is not None:
+                    file.close()
+            report(
+                0,
+                f"{option('record')} must be a file that can be written. Received: {self._path} ({error.strerror}). It "
+                "ends here, and cannot be replayed to the end; training continues.",
+            )
+
+
+def _are_ranks(contributors: Contributors, num_ranks: int) -> bool:
+    are_numbers = all(type(each) is int for each in contributors)
+    return are_numbers and list(contributors) == sorted(set(contributors) & set(range(num_ranks)))
 
 
 def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
@@ -69,13 +96,15 @@ def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
         head, *lines, _ = Path(path).read_text("utf-8").split("\n")
         ranks = json.loads(head)["ranks"]
         found = [tuple(json.loads(line)) for line in lines]
-        is_valid = all(each and set(each) <= set(range(ranks)) for each in found)
+        is_valid = all(each and _are_ranks(each, ranks) for each in found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"contributions must be in a file that {option('record')} wrote. Received: {path} ({error})"
         ) from error
     if not is_valid:
-        raise UsageError(f"contributions must be lists of ranks below {ranks}. Received: others in {path}")
+        raise UsageError(
+            f"contributions must be lists of ranks below {ranks}, in order and each once. Received: others in {path}"
+        )
     if ranks != num_ranks:
         raise UsageError(
             f"{option('replay')} must use the recorded number of ranks. Received: "
