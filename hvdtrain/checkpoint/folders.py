@@ -296,12 +296,12 @@ def open_folder(directory: str | Path) -> LocalFolder:
 
 
 def newest_manifest(directory: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the latest intact checkpoint in a folder, and its manifest; None if there is none."""
+    """Returns the manifest's path and content of the latest intact checkpoint in a folder; None if there is none."""
     with open_folder(directory).reading() as place:
         for folder in reversed(storage.checkpoints_in(place)):
             if storage.damage(folder) is None:
                 with suppress(storage.MalformedError):
-                    return folder, storage.read_manifest(folder)
+                    return folder / storage.MANIFEST, storage.read_manifest(folder)
     return None
 
 

@@ -109,11 +109,16 @@ def read_config(files: RunFiles, task_name: str) -> dict[str, Any]:
 
 
 def _require_trusted(files: RunFiles, source: Path, task: object) -> None:
-    """Raises DataError if the task to run was chosen by another user."""
+    """Raises DataError if the task to run was chosen by another user.
+
+    Args:
+        source: the file that names it.
+    """
     if not files.has_owner:
         owner, where = "may belong to another user", files.name
-    elif source.stat().st_uid != os.geteuid():
-        owner, where = f"belongs to user ID {source.stat().st_uid}", str(source)
+    elif others := {each.st_uid for each in (source.lstat(), source.stat())} - {os.geteuid()}:
+        # Also if only the link to it belongs to somebody else.
+        owner, where = f"belongs to user ID {min(others)}", str(source)
     else:
         return
     raise DataError(

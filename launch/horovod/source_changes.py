@@ -13,6 +13,7 @@ class Change(NamedTuple):
 
 
 _OPERATIONS = "horovod/common/operations.cc"
+_HTTP_SERVER = "horovod/runner/http/http_server.py"
 _LAUNCH = "horovod/runner/launch.py"
 _MPI_RUN = "horovod/runner/mpi_run.py"
 
@@ -124,6 +125,13 @@ CHANGES = [
         )
 """,
     ),
+    # The rendezvous of Gloo answered HEAD requests with the sizes and dates of files in its folder.
+    Change(
+        _HTTP_SERVER,
+        "from http.server import HTTPServer, SimpleHTTPRequestHandler",
+        "from http.server import BaseHTTPRequestHandler, HTTPServer",
+    ),
+    Change(_HTTP_SERVER, "KVStoreHandler(SimpleHTTPRequestHandler)", "KVStoreHandler(BaseHTTPRequestHandler)"),
     # Open MPI 5 knows only options with two dashes; 4.1, and MPICH's mpirun, take both.
     Change(_MPI_RUN, "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
     # MPICH's mpirun names its process manager only.

@@ -47,3 +47,15 @@ def test_a_rendezvous_leaves_no_port():
     rendezvous.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_rendezvous_tells_nothing_about_files(tmp_path, monkeypatch):
+    (tmp_path / "secret.txt").write_text("1234")
+    monkeypatch.chdir(tmp_path)
+    rendezvous = Rendezvous("127.0.0.1")
+    rendezvous.start()
+    for path in ("/secret.txt", "/"):
+        request = urllib.request.Request(f"http://127.0.0.1:{rendezvous.port}{path}", method="HEAD")
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(request)
+    rendezvous.close()

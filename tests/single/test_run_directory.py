@@ -226,6 +226,24 @@ def test_the_code_of_another_users_run_is_executed_only_if_it_is_named(task, tmp
     assert trained_run.read_config(RunFiles(tmp_path), "digits") == {"task": "mnist"}
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root may do")
+def test_a_manifest_or_a_link_of_another_user_names_no_code(tmp_path, capfd):
+    (tmp_path / "checkpoints").mkdir()
+    saver = checkpointer(tmp_path / "checkpoints", facts={"config": {"task": "/home/other/task.py"}})
+    saver.restore()
+    saver.save(1, wait=True)
+    assert trained_run.read_config(RunFiles(tmp_path), "digits")["task"] == "/home/other/task.py"
+    os.chown(tmp_path / "checkpoints" / "step-00000001" / "manifest.json", 12345, 12345)
+    with pytest.raises(DataError, match=r"manifest\.json, which belongs to user ID 12345"):
+        trained_run.read_config(RunFiles(tmp_path), "digits")
+    # A file of one's own, to which another user's link leads.
+    (tmp_path / "own.json").write_text('{"task": "/home/other/task.py"}')
+    (tmp_path / "config.json").symlink_to(tmp_path / "own.json")
+    os.chown(tmp_path / "config.json", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(DataError, match=r"config\.json, which belongs to user ID 12345"):
+        trained_run.read_config(RunFiles(tmp_path), "digits")
+
+
 def test_a_run_whose_folder_was_deleted_meanwhile_ends_complete(tmp_path, capfd):
     directory = claimed(tmp_path / "run")
     directory.write_config({"seed": 1})
