@@ -1,7 +1,7 @@
 """Load balancing: faster ranks get more samples of the same global batch."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,20 +15,62 @@ from hvdtrain.training.step_times import EXCHANGE_EVERY, TimeShares
 
 _MIN_GAIN = 0.05
 """How much shorter the steps of the slowest rank must become: less than this is noise, also between equal ranks."""
+_HALVINGS = 60
+_STEADY = 0.1
 
 
-def rebalanced(sizes: Sequence[int], seconds: Sequence[float], most: int) -> tuple[int, ...]:
+class Measured(NamedTuple):
+    """An assignment, and how long ranks took with it."""
+
+    sizes: tuple[int, ...]
+    """Samples of each rank in a micro-batch; at least 1."""
+    seconds: tuple[float, ...]
+
+
+def rebalanced(now: Measured, most: int, earlier: Measured | None = None) -> tuple[int, ...]:
     """The batch sizes with which ranks would take equally long, or the current ones if that gains less than 5 %.
 
     Args:
-        sizes: samples of each rank in a micro-batch; at least 1.
-        seconds: how long each rank took to compute them.
+        now: the current assignment.
         most: the most samples that a rank may have.
+        earlier: the one before: from both, the part of a rank's time that does not depend on its samples is known.
     """
-    per_sample = np.asarray(seconds, np.float64) / np.asarray(sizes)
-    proposed = split_batch(sum(sizes), list(1 / per_sample), most)
-    expected_s = float(np.max(per_sample * np.asarray(proposed)))
-    return proposed if expected_s <= (1 - _MIN_GAIN) * max(seconds) else tuple(sizes)
+    fixed_s, per_sample_s = _fitted(now, earlier)
+    num_samples = sum(now.sizes)
+
+    def fitting(seconds: float) -> np.ndarray:
+        """How many samples each rank computes in this time."""
+        return np.clip((seconds - fixed_s) / per_sample_s, 1, most)
+
+    shortest, longest = 0.0, float(np.max(fixed_s + per_sample_s * num_samples))
+    for _ in range(_HALVINGS):
+        middle = (shortest + longest) / 2
+        shortest, longest = (middle, longest) if fitting(middle).sum() < num_samples else (shortest, middle)
+    proposed = split_batch(num_samples, fitting(longest).tolist(), most)
+    expected_s = float(np.max(fixed_s + per_sample_s * np.asarray(proposed)))
+    return proposed if expected_s <= (1 - _MIN_GAIN) * max(now.seconds) else now.sizes
+
+
+def _is_steady(seconds: np.ndarray) -> bool:
+    """Whether no rank's speed has changed within these steps, so that they can be compared with later ones."""
+    halves = [np.median(each, axis=1) for each in np.array_split(seconds, 2, axis=1) if each.size]
+    return bool(np.allclose(halves[0], halves[-1], rtol=_STEADY))
+
+
+def _fitted(now: Measured, earlier: Measured | None) -> tuple[np.ndarray, np.ndarray]:
+    """For each rank, the seconds of a micro-batch that do not depend on its samples, and those of a sample.
+
+    One measurement does not tell them apart: all are attributed to samples then, and also if the two contradict each
+    other, as when a rank has become slower meanwhile.
+    """
+    sizes, seconds = np.asarray(now.sizes, np.float64), np.asarray(now.seconds, np.float64)
+    whole = seconds / sizes
+    if earlier is None or len(earlier.sizes) != len(now.sizes):
+        return np.zeros_like(seconds), whole
+    change = sizes - np.asarray(earlier.sizes)
+    slope = np.divide(seconds - np.asarray(earlier.seconds), change, out=np.zeros_like(seconds), where=change != 0)
+    per_sample = np.where((slope > 0) & (slope < whole), slope, whole)
+    return seconds - per_sample * sizes, per_sample
 
 
 class LoadBalancer:
@@ -49,6 +91,7 @@ class LoadBalancer:
         """What decisions are based on."""
         self._ranks_may_change = ranks_may_change
         self._num_changes = 0
+        self._earlier: Measured | None = None
         plan = feed.plan
         self._has_shares = config.rank_shares is not None and not (ranks_may_change and plan.size == 1)
         if config.rank_shares is not None and self._has_shares:
@@ -83,9 +126,10 @@ class LoadBalancer:
         seconds = seconds[:, ~np.isnan(seconds).any(axis=0)]
         if not seconds.size:
             return
-        before = self.rank_batch_sizes
-        sizes = rebalanced(before, np.median(seconds, axis=1).tolist(), self._max_batch_size)
-        if sizes != before:
+        now = Measured(self.rank_batch_sizes, tuple(np.median(seconds, axis=1).tolist()))
+        sizes = rebalanced(now, self._max_batch_size, self._earlier)
+        if sizes != now.sizes:
+            self._earlier = now if _is_steady(seconds) else None
             self._num_changes += 1
             self._feed.set_rank_batch_sizes(sizes)
             self._feed.start(self.times.micro_batches)
@@ -103,6 +147,7 @@ class LoadBalancer:
         if self._has_shares and rank == 0:
             report(0, f"{option('shares')} was for the ranks before; from now on, samples are divided equally")
         self._has_shares = False
+        self._earlier = None
 
     def gauges(self) -> dict[str, float]:
         """The assignment's part of a log line."""

@@ -15,7 +15,7 @@ from hvdtrain.data.sample_plan import SamplePlan, split_batch
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.training.config import BalanceConfig
-from hvdtrain.training.load_balancing import LoadBalancer, rebalanced
+from hvdtrain.training.load_balancing import LoadBalancer, Measured, rebalanced
 from hvdtrain.training.step_times import StepTimes, TimeShares
 
 hvdtrain.init()
@@ -95,19 +95,32 @@ def seconds_of(sizes, per_sample, overhead) -> list[float]:
 def test_repeated_decisions_settle_and_never_make_the_slowest_rank_slower(per_sample, overhead, batch_size):
     sizes = (batch_size,) * len(per_sample)
     slowest = max(seconds_of(sizes, per_sample, [overhead] * len(sizes)))
+    earlier = None
     for _ in range(30):
         seconds = seconds_of(sizes, per_sample, [overhead] * len(sizes))
         assert max(seconds) <= slowest * (1 + 1e-9)
         slowest, before = max(seconds), sizes
-        sizes = rebalanced(sizes, seconds, 2 * batch_size)
+        now = Measured(sizes, tuple(seconds))
+        sizes = rebalanced(now, 2 * batch_size, earlier)
+        earlier = now if sizes != now.sizes else earlier
     assert sizes == before
 
 
+def test_time_that_does_not_depend_on_samples_does_not_move_them_all():
+    """Rank 1 needs 5 ms more in each step, and as long as rank 0 for a sample: only its samples could be moved."""
+    sizes, earlier = (16, 16), None
+    for _ in range(12):
+        now = Measured(sizes, tuple(seconds_of(sizes, [5e-5, 5e-5], [0.010, 0.015])))
+        sizes = rebalanced(now, 32, earlier)
+        earlier = now if sizes != now.sizes else earlier
+    assert min(sizes) >= 12
+
+
 def test_a_rank_of_half_the_speed_gets_half_the_samples():
-    sizes = rebalanced((28, 28, 28, 28), [1.0, 1.0, 2.0, 1.0], 56)
+    sizes = rebalanced(Measured((28, 28, 28, 28), (1.0, 1.0, 2.0, 1.0)), 56)
     assert sizes == (32, 32, 16, 32)
     # When it has recovered, it gets them back.
-    assert rebalanced(sizes, [32, 32, 16, 32], 56) == (28, 28, 28, 28)
+    assert rebalanced(Measured(sizes, (32, 32, 16, 32)), 56) == (28, 28, 28, 28)
 
 
 @pytest.mark.parametrize("changed_at", [32, 33, 39, 40, 41, 47])
@@ -133,7 +146,7 @@ def test_noise_changes_nothing():
     generator = np.random.default_rng(0)
     for _ in range(200):
         seconds = 1 + generator.uniform(-0.02, 0.02, size=4)
-        assert rebalanced((32, 32, 32, 32), seconds.tolist(), 64) == (32, 32, 32, 32)
+        assert rebalanced(Measured((32, 32, 32, 32), tuple(seconds)), 64) == (32, 32, 32, 32)
 
 
 def test_the_feed_follows_without_another_iterator():
