@@ -1,23 +1,19 @@
 """Raises an error of one rank on all ranks."""
 
-import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from hvdtrain.errors import HvdtrainError, JobError
+from hvdtrain.fault_tolerance.user_code import is_of_the_user
 
 if TYPE_CHECKING:
     # That module imports TensorFlow, which this package does not depend on.
     from hvdtrain.distributed.collectives import Collectives
 
 Result = TypeVar("Result")
-
-# Where files are not the user's: this package, the environment, the standard library and generated code.
-_LIBRARIES = (str(Path(__file__).parents[1]), sys.prefix, sys.base_prefix, "<")
 
 
 def on_every_rank(action: Callable[[], Result], collectives: "Collectives") -> Result:
@@ -74,7 +70,7 @@ def trace_of(error: BaseException) -> str:
     """An error's traceback; first the lines of the user's own program, if libraries have others in between."""
     whole = "".join(traceback.format_exception(error)).rstrip()
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    own = [frame for frame in frames if is_of_the_user(frame.filename)]
     if not own or len(own) == len(frames):
         return whole
     return f"In your program (most recent call last):\n{''.join(traceback.format_list(own)).rstrip()}\n\n{whole}"

@@ -3,11 +3,14 @@
 import sys
 import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import NamedTuple
 
+from hvdtrain.fault_tolerance.user_code import is_of_the_user
 from hvdtrain.system.terminal import some_of
 
 _MAX_FRAMES = 8
+_ELSEWHERE = "in another thread: "
 
 
 class Position(NamedTuple):
@@ -28,12 +31,23 @@ class Position(NamedTuple):
 
 
 def stack_of(thread: int) -> list[str]:
-    """Returns the innermost frames of a thread, the most recent call last.
+    """Returns the innermost frames of a thread, the most recent call last, and those of user code in other threads.
 
-    Does not read source files: the thread may be waiting for the file system that holds them.
+    TensorFlow calls functions of the input, such as generators, in threads of its own: the main thread then waits in
+    TensorFlow, on all ranks alike. Does not read source files: the thread may be waiting for the file system that
+    holds them.
     """
-    frame = sys._current_frames().get(thread)
-    walked = [] if frame is None else list(traceback.walk_stack(frame))[:_MAX_FRAMES]
+    frames = sys._current_frames()
+    own = frames.pop(thread, None)
+    lines = [] if own is None else _lines_of(own)
+    for frame in frames.values():
+        if any(is_of_the_user(each.f_code.co_filename) for each, _ in traceback.walk_stack(frame)):
+            lines += [f"{_ELSEWHERE}{line}" for line in _lines_of(frame)]
+    return lines
+
+
+def _lines_of(frame: FrameType) -> list[str]:
+    walked = list(traceback.walk_stack(frame))[:_MAX_FRAMES]
     return [f"{each.f_code.co_filename}:{line}, in {each.f_code.co_name}" for each, line in reversed(walked)]
 
 

@@ -13,7 +13,7 @@ from made_up_jobs import ThreadCollectives, wait_until
 
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.fault_tolerance.stall_detection import Position, StallDetector
+from hvdtrain.fault_tolerance.stall_detection import Position, StallDetector, stack_of
 from hvdtrain.system import processes
 
 REMEDY = r"The job ends; restart it to resume from its last checkpoint\."
@@ -191,3 +191,22 @@ def test_an_orderly_end_is_silent(size, start):
 def test_arguments_are_checked():
     with pytest.raises(UsageError, match="stall_timeout_s must be"):
         JobWatch(ThreadCollectives(0, [None], threading.Barrier(1)), stall_timeout_s=-1)
+
+
+def test_a_function_of_the_input_that_blocks_in_another_thread_is_part_of_the_stack():
+    blocked, ends = threading.Event(), threading.Event()
+
+    def generate():
+        blocked.set()
+        ends.wait()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    blocked.wait()
+    lines = stack_of(threading.get_ident())
+    ends.set()
+    thread.join()
+    others = [line for line in lines if line.startswith("in another thread: ")]
+    assert any(line.endswith("in generate") and "test_lost_ranks.py:" in line for line in others), lines
+    assert lines.index(others[0]) > 0
+    assert not any(line.endswith("in generate") for line in stack_of(threading.get_ident()))
