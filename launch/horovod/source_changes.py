@@ -13,6 +13,7 @@ class Change(NamedTuple):
 
 
 _OPERATIONS = "horovod/common/operations.cc"
+_GLOO_RUN = "horovod/runner/gloo_run.py"
 _HTTP_SERVER = "horovod/runner/http/http_server.py"
 _LAUNCH = "horovod/runner/launch.py"
 _MPI_RUN = "horovod/runner/mpi_run.py"
@@ -132,6 +133,37 @@ CHANGES = [
         "from http.server import BaseHTTPRequestHandler, HTTPServer",
     ),
     Change(_HTTP_SERVER, "KVStoreHandler(SimpleHTTPRequestHandler)", "KVStoreHandler(BaseHTTPRequestHandler)"),
+    # It listened on all interfaces, also where all ranks are on one host.
+    Change(
+        _HTTP_SERVER,
+        """\
+    def __init__(self, verbose=0):
+        self._httpd = None
+""",
+        """\
+    def __init__(self, verbose=0, address=''):
+        self._address = address
+        self._httpd = None
+""",
+    ),
+    Change(
+        _HTTP_SERVER,
+        "                addr, handler_cls, self._verbose))",
+        "                (self._address, addr[1]), handler_cls, self._verbose))",
+    ),
+    Change(
+        _GLOO_RUN,
+        """\
+    rendezvous = RendezvousServer(settings.verbose)
+
+    # allocate processes into slots
+""",
+        """\
+    rendezvous = RendezvousServer(settings.verbose, server_ip)
+
+    # allocate processes into slots
+""",
+    ),
     # Open MPI 5 knows only options with two dashes; 4.1, and MPICH's mpirun, take both.
     Change(_MPI_RUN, "['-bind-to none', '-map-by slot']", "['--bind-to none', '--map-by slot']"),
     # MPICH's mpirun names its process manager only.

@@ -1,14 +1,18 @@
 """The rendezvous of an elastic job, where ranks exchange their addresses."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 from hvdtrain.distributed.rendezvous import Rendezvous
+from hvdtrain.system import processes
 
 
 def test_a_rendezvous_answers_when_there_is_an_answer(monkeypatch):
@@ -59,3 +63,19 @@ def test_a_rendezvous_tells_nothing_about_files(tmp_path, monkeypatch):
         with pytest.raises(urllib.error.HTTPError, match="501"):
             urllib.request.urlopen(request)
     rendezvous.close()
+
+
+def test_the_rendezvous_of_horovodrun_listens_on_loopback_on_one_host():
+    command = ["horovodrun", "--gloo", "-np", "1", sys.executable, "-c", "import time; time.sleep(60)"]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 20
+        found: list = []
+        while not found and time.monotonic() < until:
+            time.sleep(0.1)
+            connections = psutil.Process(job.pid).net_connections(kind="tcp")
+            found = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
+        assert found
+        assert set(found) == {"127.0.0.1"}
+    finally:
+        processes.end_processes([psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)])

@@ -85,6 +85,13 @@ def test_every_public_name_has_a_docstring():
     assert not missing, "\n".join(missing)
 
 
+def test_the_tests_of_faults_exist():
+    named = re.findall(r"`([a-z]+/\w+\.py)::(\w+)`", (ROOT / "docs" / "faults.md").read_text())
+    assert len(named) > 40
+    missing = [name for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
+    assert not missing
+
+
 def test_every_option_is_documented(site):
     from hvdtrain.commands.bench.config import BenchConfig
     from hvdtrain.commands.config import EvalConfig, ExportConfig, RunConfig
