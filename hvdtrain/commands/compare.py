@@ -8,6 +8,7 @@ from typing import Any
 
 from hvdtrain.commands.figures import NO_FIGURE, make_figure
 from hvdtrain.commands.run_files import open_run_files
+from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.stores.urls import is_url, require_usable
 from hvdtrain.system.json_files import read_lines, read_object
@@ -116,13 +117,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     last = ("examples/s", "time", "communication")
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in last]
     names += [name for name in last if any(name in row for row in rows)]
-    cells = [names, *([row.get(name, _NONE) for name in names] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
-    lines = []
-    for row in cells:
-        first, *others = zip(row, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]))
-    return "\n".join(lines)
+    return "\n".join(aligned([names, *([row.get(name, _NONE) for name in names] for row in rows)]))
 
 
 def draw(runs: Sequence[Run], path: Path) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from hvdtrain.commands.bench import scaling_model
 from hvdtrain.commands.bench.config import BenchConfig, PredictionConfig
 from hvdtrain.commands.bench.scaling_model import Cluster, Link, MeasuredStep
+from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import UsageError
 
 
@@ -110,17 +111,11 @@ def _goodput(config: BenchConfig, ranks: int) -> float:
 
 def table(predicted: dict[str, Any]) -> str:
     """Formats predictions for the console."""
-    columns = ("ms/step", "efficiency", "waiting", "communication", "goodput")
-    lines = [
-        "predicted, not measured:",
-        f"{'ranks':>6} {'hosts':>6} {'mode':>18} {'allreduce':>13}" + "".join(f"{name:>14}" for name in columns),
-    ]
+    columns = ("ranks", "hosts", "mode", "allreduce", "ms/step", "efficiency", "waiting", "communication", "goodput")
+    cells = [columns]
     for row in predicted["rows"]:
         shares = (row["efficiency"], row["waiting_fraction"], row["communication_fraction"])
         goodput = "" if row["goodput"] is None else f"{row['goodput']:.1%}"
-        lines.append(
-            f"{row['ranks']:>6} {row['hosts']:>6} {row['mode']:>18} {row['allreduce']:>13}{row['step_ms']:>14.3f}"
-            + "".join(f"{share:>14.1%}" for share in shares)
-            + f"{goodput:>14}"
-        )
-    return "\n".join(lines)
+        setting = (str(row["ranks"]), str(row["hosts"]), row["mode"], row["allreduce"])
+        cells.append((*setting, f"{row['step_ms']:.3f}", *(f"{share:.1%}" for share in shares), goodput))
+    return "\n".join(["predicted, not measured:", *aligned(cells, num_left=0)])

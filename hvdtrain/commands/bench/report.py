@@ -5,6 +5,7 @@ from typing import Any
 
 from hvdtrain.commands.bench.cases import ALONE, SYNC
 from hvdtrain.commands.figures import make_figure
+from hvdtrain.commands.tables import aligned
 
 _MARK = "*"
 _SHARES = ("input", "compute", "communication")
@@ -12,16 +13,13 @@ _SHARES = ("input", "compute", "communication")
 
 def table(found: dict[str, Any]) -> str:
     """Formats the results for the console."""
-    columns = ("ms/step", "p50", "p95", "spread", "examples/s", "CPU s/step")
-    lines = [f"{'':<18}" + "".join(f"{name:>13}" for name in columns)]
+    cells = [("", "ms/step", "p50", "p95", "spread", "examples/s", "CPU s/step")]
     for name, case in found["cases"].items():
-        values = (case["step_ms"], case["step_ms_p50"], case["step_ms_p95"])
-        line = (
-            "".join(f"{value:>13.3f}" for value in values)
-            + f"{case['spread']:>12.1%}"
-            + (_MARK if case["unsteady"] else " ")
-        )
-        lines.append(f"{name:<18}{line}{case['examples_per_second']:>12.0f} {case['cpu_seconds_per_step']:>12.5f}")
+        times = (f"{case[each]:.3f}" for each in ("step_ms", "step_ms_p50", "step_ms_p95"))
+        spread = f"{case['spread']:.1%}{_MARK if case['unsteady'] else ' '}"
+        cpu = f"{case['cpu_seconds_per_step']:.5f}"
+        cells.append((name, *times, spread, f"{case['examples_per_second']:.0f}", cpu))
+    lines = aligned(cells)
     for name, ratio in found["ratios"].items():
         one, _, other = name.partition(" over ")
         mark = _MARK if found["cases"][one]["unsteady"] or found["cases"][other]["unsteady"] else ""

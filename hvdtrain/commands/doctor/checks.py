@@ -11,6 +11,7 @@ import numpy as np
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import UsageError
 from hvdtrain.system import cores, cuda_libraries, environment, local_job, nvidia, tensorflow_start, versions
 
@@ -27,10 +28,7 @@ class Finding:
 
 def table(findings: Sequence[Finding]) -> str:
     """Formats the findings as aligned rows, followed by the remedies."""
-    width = max(len(finding.topic) for finding in findings)
-    lines = [
-        f"{'WRONG' if finding.remedy else 'ok':5}  {finding.topic:{width}}  {finding.state}" for finding in findings
-    ]
+    lines = aligned([("WRONG" if each.remedy else "ok   ", each.topic, each.state) for each in findings], num_left=3)
     remedies = [f"{finding.topic}: {finding.remedy}" for finding in findings if finding.remedy]
     lines.append("A job can run here." if not remedies else "To fix: " + "\n        ".join(remedies))
     return "\n".join(lines)

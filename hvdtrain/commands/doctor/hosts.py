@@ -7,6 +7,7 @@ import time
 import tensorflow as tf
 
 from hvdtrain.commands.doctor.checks import Finding
+from hvdtrain.commands.tables import aligned
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.system import cores, network, versions
@@ -41,9 +42,8 @@ def compare() -> tuple[list[Finding], str]:
         ranks.setdefault(each["host"], []).append(rank)
     columns = [{**gathered[numbers[0]], "ranks": str(len(numbers))} for numbers in ranks.values()]
     rows = ["host", "ranks", *(name for name in facts if name != "host")]
-    return _differences(columns, offsets_s), "\n\n" + _table(
-        [[name, *(each[name] for each in columns)] for name in rows]
-    )
+    cells = [[name, *(each[name] for each in columns)] for name in rows]
+    return _differences(columns, offsets_s), "\n\n" + "\n".join(aligned(cells, num_left=len(cells[0])))
 
 
 def clock_offsets_s(collectives: Collectives) -> list[float]:
@@ -68,10 +68,3 @@ def _differences(columns: list[dict[str, str]], offsets_s: list[float]) -> list[
     if largest_s > _CLOCK_LIMIT_S:
         findings.append(Finding("clocks", f"{largest_s:.1f} s apart", "synchronize them with NTP (chrony)"))
     return findings
-
-
-def _table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
