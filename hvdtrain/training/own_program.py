@@ -1,6 +1,7 @@
 """``hvdtrain.init``: starts a rank of a program of one's own, which other ranks are told about when it ends."""
 
 import atexit
+import os
 import sys
 import time
 from types import TracebackType
@@ -83,6 +84,7 @@ class RankEnds:
         sys.excepthook = self._on_error
         # Before Horovod's, which was registered earlier: its end makes the other ranks' reductions fail.
         atexit.register(self._announce)
+        os.register_at_fork(after_in_child=self._become_child)
 
     @classmethod
     def connect(cls, collectives: Collectives) -> "RankEnds | None":
@@ -102,6 +104,11 @@ class RankEnds:
             text = f"{kind.__name__}: {error}".splitlines()[0]
             write(f"hvdtrain: {rank_name(self._rank)} failed after step {num_made_steps()}: {text}")
         self._announce(reported=True)
+
+    def _become_child(self) -> None:
+        """A forked child is no rank: its end is not that of its parent."""
+        self._has_announced = True
+        sys.excepthook = self._default_hook
 
     def _announce(self, *, reported: bool = False) -> None:
         if self._has_announced:
