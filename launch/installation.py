@@ -211,12 +211,19 @@ def make_environment(venv: Path, log: TextIO) -> None:
     what = ", and building Horovod, about 2 minutes on 2 cores" if is_built else " and Horovod"
     run_step(f"Installing TensorFlow{what}", [*install, *refresh, "--editable", f".[{extras}]" if extras else "."], log)
     if site_mpi:
-        # mpi4py's wheel searches for an MPI by library name and may find another one than Horovod's, or none.
-        if "MPI_HOME" in os.environ:
-            os.environ["MPICC"] = str(Path(os.environ["MPI_HOME"], "bin", "mpicc"))
-        requirement = re.findall(r'"(mpi4py[^"]*)"', (ROOT / "pyproject.toml").read_text())
-        options = ["--no-deps", "--no-cache", "--no-binary", "mpi4py", "--reinstall-package", "mpi4py"]
-        run_step("Building mpi4py with the site's MPI", [*install, *options, *requirement], log)
+        options = ["--no-deps", "--no-cache", "--reinstall-package", "mpi4py"]
+        run_step("Building mpi4py with the site's MPI", [*install, *options, *mpi4py_from_source()], log)
+
+
+def mpi4py_from_source() -> list[str]:
+    """Options that build mpi4py with the site's MPI.
+
+    Its wheel searches for an MPI by library name, and may find another one than Horovod's, or none.
+    """
+    if "MPI_HOME" in os.environ:
+        os.environ["MPICC"] = str(Path(os.environ["MPI_HOME"], "bin", "mpicc"))
+    requirement = re.findall(r'"(mpi4py[^"]*)"', (ROOT / "pyproject.toml").read_text())
+    return ["--no-binary", "mpi4py", *requirement]
 
 
 def extras() -> list[str]:

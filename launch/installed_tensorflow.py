@@ -20,6 +20,7 @@ from installation import (
     extras,
     fail,
     find_uv,
+    mpi4py_from_source,
     mpi_to_install,
     run_step,
     uv_pip_install,
@@ -54,6 +55,8 @@ def make_environment_on_top(venv: Path, log: TextIO) -> None:
     pip = _pip_install(venv)
     backend = _backend()
     chosen = os.environ.get("HVDTRAIN_EXTRAS", "").split(",")
+    if os.environ.get("HVDTRAIN_MPI") == "site":
+        run_step("Building mpi4py with the site's MPI, unless it is there", [*pip, *mpi4py_from_source()], log)
     needed = [*_requirements(chosen), *backend.libraries(), *backend.TOOLS, "hatchling", "editables"]
     run_step("Installing what hvdtrain needs beside TensorFlow, and what builds Horovod", [*pip, *needed], log)
     build = [*pip, "--no-deps", "--no-build-isolation", "--no-cache-dir"]
@@ -62,7 +65,8 @@ def make_environment_on_top(venv: Path, log: TextIO) -> None:
         f"Building Horovod for TensorFlow {version}, about 2 minutes on 2 cores", [*build, "./launch/horovod"], log
     )
     run_step("Installing hvdtrain", [*build, "--editable", "."], log)
-    run_step("Installing MPI", [*pip, *mpi_to_install()], log)
+    if to_install := mpi_to_install():
+        run_step("Installing MPI", [*pip, *to_install], log)
 
 
 def add_development_tools_on_top(venv: Path, log: TextIO) -> None:
