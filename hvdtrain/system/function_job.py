@@ -18,7 +18,7 @@ from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.system import function_pickling, function_rank
 from hvdtrain.system.local_job import Controller, Launch, make_launch
 from hvdtrain.system.processes import end_processes
-from hvdtrain.system.tensorflow_start import without_startup_messages
+from hvdtrain.system.tensorflow_start import is_startup_message, without_startup_messages
 
 _KEPT_LINES = 30
 _POLL_S = 0.05
@@ -131,9 +131,9 @@ class RankOutput:
             if rank > 0 and not is_last:
                 new = new[: new.rfind(b"\n") + 1]
             self._read_bytes[rank] += len(new)
-            text = new.decode(errors="replace")
-            if rank > 0:
-                text = "".join(f"rank {rank}: {line}\n" for line in text.splitlines())
+            # Of functions that import TensorFlow before hvdtrain.init.
+            lines = [each for each in new.decode(errors="replace").splitlines(True) if not is_startup_message(each)]
+            text = "".join(lines if rank == 0 else (f"rank {rank}: {each.rstrip()}\n" for each in lines))
             if text and self._prints:
                 print(text, end="", flush=True)
             elif text:

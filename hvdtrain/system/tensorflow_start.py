@@ -38,8 +38,13 @@ def without_startup_messages() -> Iterator[None]:
             os.close(original)
             held.seek(0)
             for line in held.read().decode(errors="replace").splitlines(keepends=True):
-                if not any(message in line for message in _STARTUP_MESSAGES):
+                if not is_startup_message(line):
                     sys.stderr.write(line)
+
+
+def is_startup_message(line: str) -> bool:
+    """Whether TensorFlow writes this line at every start."""
+    return any(message in line for message in _STARTUP_MESSAGES)
 
 
 def import_tensorflow() -> None:
