@@ -142,8 +142,10 @@ def find_uv(log: TextIO) -> list[str]:
         return [uv]
     own = UV_HOME / "bin" / "uv"
     if not own.exists():
-        if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode == 0:
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # A virtual environment may have no pip.
+        pythons = (sys.executable, getattr(sys, "_base_executable", sys.executable))
+        if python := next(filter(_has_pip, pythons), None):
+            install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             run_step("Installing uv", [*install, *wheelhouse(), "--upgrade", "--target", str(UV_HOME), "uv"], log)
         else:
             fail(
@@ -151,6 +153,10 @@ def find_uv(log: TextIO) -> list[str]:
                 "Debian, Ubuntu: apt install python3-pip · elsewhere: put uv (docs.astral.sh/uv) on PATH",
             )
     return [str(own)]
+
+
+def _has_pip(python: str) -> bool:
+    return subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0
 
 
 def wheelhouse() -> list[str]:
