@@ -266,7 +266,8 @@ def site_programs(folder: Path) -> Path:
 
 
 def build_environment(folder: Path) -> dict[str, str]:
-    env = dict(os.environ)
+    # pip tells its build where this backend is; the pip that builds Horovod would look for setuptools there.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("_PYPROJECT_HOOKS_")}
     env.update(
         HOROVOD_WITH_TENSORFLOW="1",
         HOROVOD_WITH_MPI="1",

