@@ -1,5 +1,6 @@
 """``hvdtrain.run``: calls a function on several ranks of this machine, from Python and notebooks."""
 
+import codecs
 import contextlib
 import json
 import subprocess
@@ -117,6 +118,8 @@ class RankOutput:
     def __init__(self, folder: Path, num_ranks: int, *, prints: bool):
         self._paths = [folder / function_rank.output_name(rank) for rank in range(num_ranks)]
         self._read_bytes = [0] * num_ranks
+        # A read may end within a character.
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(num_ranks)]
         self._prints = prints
         self.kept: deque[str] = deque(maxlen=_KEPT_LINES)
 
@@ -132,7 +135,8 @@ class RankOutput:
                 new = new[: new.rfind(b"\n") + 1]
             self._read_bytes[rank] += len(new)
             # Of functions that import TensorFlow before hvdtrain.init.
-            lines = [each for each in new.decode(errors="replace").splitlines(True) if not is_startup_message(each)]
+            decoded = self._decoders[rank].decode(new, final=is_last)
+            lines = [each for each in decoded.splitlines(True) if not is_startup_message(each)]
             text = "".join(lines if rank == 0 else (f"rank {rank}: {each.rstrip()}\n" for each in lines))
             if text and self._prints:
                 print(text, end="", flush=True)

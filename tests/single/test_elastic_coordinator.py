@@ -55,6 +55,16 @@ def started(job: CoordinatedJob, size: int, **hello) -> list[Member]:
     return members
 
 
+def hold_at_one_check(members: list[Member], generation: int) -> None:
+    """Pauses all members of a generation for a change."""
+    for member in members:
+        assert member.receive("propose")["stops"] is False
+        member.send(kind="answer", passed=1)
+    for member in members:
+        member.receive("decision")
+        member.send(kind="hold", generation=generation)
+
+
 def test_survivors_are_cut_off_and_continue(jobs):
     job = jobs(1, 3)
     first, second, third = started(job, 3)
@@ -122,12 +132,7 @@ def test_a_rank_that_leaves_ends_when_the_others_have_paused(jobs):
     job = jobs(1, 2)
     first, second = started(job, 2)
     first.send(kind="leave", reason="SIGTERM on host a")
-    for member in (first, second):
-        member.receive("propose")
-        member.send(kind="answer", passed=1)
-    for member in (first, second):
-        member.receive("decision")
-        member.send(kind="hold", generation=1)
+    hold_at_one_check([first, second], generation=1)
     assert first.receive("dismissed")
     assert second.receive("begin")["members"] == [1]
     first.die()
@@ -175,17 +180,9 @@ def test_members_whose_hosts_are_all_taken_stay_until_others_have_their_state(jo
     newcomer = Member(job, worker=2)
     newcomer.receive("welcome")
     newcomer.send(kind="ready")
-    assert old.receive("propose")["stops"] is False
-    old.send(kind="answer", passed=1)
-    old.receive("decision")
-    old.send(kind="hold", generation=1)
+    hold_at_one_check([old], generation=1)
     assert newcomer.receive("begin")["members"] == [0, 1]
-    for member in (old, newcomer):
-        assert member.receive("propose")["stops"] is False
-        member.send(kind="answer", passed=2)
-    for member in (old, newcomer):
-        member.receive("decision")
-        member.send(kind="hold", generation=2)
+    hold_at_one_check([old, newcomer], generation=2)
     assert old.receive("dismissed")
     assert newcomer.receive("begin")["members"] == [1]
     assert job.coordinator.exit_code is None
