@@ -22,6 +22,7 @@ from hvdtrain.stores.store import Stat, Store
 from hvdtrain.stores.urls import is_url, join, local_path
 from hvdtrain.system import network
 from hvdtrain.system.atomic_files import commit, remove, replaced_on_success
+from hvdtrain.system.bounded_files import read_bytes
 from hvdtrain.system.json_files import object_in
 from hvdtrain.system.terminal import report
 
@@ -203,7 +204,7 @@ class StoredFolder(LocalFolder):
         """Whether the local folder holds the same checkpoint, intact."""
         folder = self.directory / name
         try:
-            own = (folder / SUMS).read_bytes()
+            own = read_bytes(folder / SUMS)
         except OSError:
             return False
         return own == self._store.read(f"{name}/{SUMS}") and storage.damage(folder) is None
@@ -211,7 +212,7 @@ class StoredFolder(LocalFolder):
     def _is_noted(self, name: str) -> bool:
         """Whether a checkpoint in the store is the last one that was uploaded from here or downloaded to here."""
         try:
-            return self._note.read_bytes() == self._note_of(name, self._store.read(f"{name}/{SUMS}") or b"")
+            return read_bytes(self._note) == self._note_of(name, self._store.read(f"{name}/{SUMS}") or b"")
         except OSError:
             return False
 
@@ -221,7 +222,7 @@ class StoredFolder(LocalFolder):
 
     def _write_note(self, name: str) -> None:
         with replaced_on_success(self._note) as aside:
-            aside.write_bytes(self._note_of(name, (self.directory / name / SUMS).read_bytes()))
+            aside.write_bytes(self._note_of(name, read_bytes(self.directory / name / SUMS)))
 
     def _fetched(self, name: str) -> Path | None:
         """Downloads a checkpoint to a temporary folder; None, with a report, if it is damaged."""
@@ -260,7 +261,7 @@ class StoredFolder(LocalFolder):
         folder = self.directory / name
         sizes = {file: (folder / file).stat().st_size for file in storage.listed_files(folder)}
         is_there = all(file in present and present[file].size == size for file, size in sizes.items())
-        if is_there and self._store.read(f"{name}/{SUMS}") == (folder / SUMS).read_bytes():
+        if is_there and self._store.read(f"{name}/{SUMS}") == read_bytes(folder / SUMS):
             return
         self._delete(name, present)
         for file in sizes:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.checkpoint.transfer import PIECE_BYTES, Spec, dtype_of, num_bytes
+from hvdtrain.system.bounded_files import MAX_BYTES
 
 _LENGTH_BYTES = 8
 _CODES = {
@@ -79,8 +80,9 @@ class RankFileReader:
         self._path = path
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if length > os.fstat(file.fileno()).st_size:
-                raise ValueError("the header is longer than the file")
+            # A sparse file can be longer than memory.
+            if length > min(MAX_BYTES, os.fstat(file.fileno()).st_size):
+                raise ValueError(f"the header is longer than the file, or than {MAX_BYTES >> 20} MiB")
             entries = json.loads(file.read(length))
         self.specs: list[list[Spec]] = [[] for _ in range(ranks)]
         """The specs of each rank's arrays."""

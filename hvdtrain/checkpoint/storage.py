@@ -26,6 +26,7 @@ from hvdtrain.checkpoint.rank_file import RankFileReader
 from hvdtrain.config.wording import option
 from hvdtrain.errors import DataError
 from hvdtrain.system.atomic_files import remove
+from hvdtrain.system.bounded_files import read_bytes
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report
 
@@ -96,7 +97,7 @@ def _sha256(path: Path) -> str:
 
 def listed_files(folder: Path) -> list[str]:
     """Returns the names of the files that ``SHA256SUMS`` lists; raises OSError if it cannot be read."""
-    return [line[66:] for line in (folder / SUMS).read_bytes().decode(errors="replace").splitlines()]
+    return [line[66:] for line in read_bytes(folder / SUMS).decode(errors="replace").splitlines()]
 
 
 def damage(folder: Path) -> str | None:
@@ -107,7 +108,7 @@ def damage(folder: Path) -> str | None:
     try:
         if missing := _missing(folder, [MANIFEST, f"{TENSORS}.index", RANKS, SUMS]):
             return f"{missing} is missing"
-        expected, listed = (folder / SUMS).read_bytes(), listed_files(folder)
+        expected, listed = read_bytes(folder / SUMS), listed_files(folder)
         if missing := _missing(folder, listed):
             return f"{missing}, listed in {SUMS}, is missing"
         if unlisted := {MANIFEST, f"{TENSORS}.index", RANKS} - set(listed):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.loggers.reporter import Reporter, RunShape
+from hvdtrain.system import bounded_files
 from hvdtrain.system.atomic_files import replaced_on_success, require_regular
 from hvdtrain.system.json_files import object_in
 
@@ -74,7 +75,7 @@ class JsonLinesReporter(Reporter):
         require_regular(self._path)
         if not self._path.exists():
             return 0.0
-        lines = self._path.read_bytes().splitlines(keepends=True)
+        lines = bounded_files.read_lines(self._path)
         # A line that is not an object is incomplete: its process was killed while writing it.
         events = [(line, event) for line in lines if (event := object_in(line)) is not None and _is_up_to(event, step)]
         with replaced_on_success(self._path) as aside:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.errors import StoreError
 from hvdtrain.stores.urls import join, parts_of, require_usable
+from hvdtrain.system.bounded_files import MAX_BYTES
 
 # What the file systems of fsspec call it: S3, Google, Azure, then times.
 _VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
@@ -21,7 +22,7 @@ class Stat(NamedTuple):
 
 
 class Store:
-    """A folder in an object store. Each method is one request, or one for each file.
+    """A folder in an object store. Each method makes one request or two, or one for each file.
 
     Stores have neither renames nor folders that appear at once. What hvdtrain relies on is that a single file appears
     completely or not at all, which S3, Google and Azure guarantee. All methods raise StoreError, an OSError.
@@ -61,12 +62,15 @@ class Store:
         return self._stats({path: each for path, each in found.items() if each["type"] == "file"})
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file; None if there is none."""
+        """The content of a file of at most ``bounded_files.MAX_BYTES``; None if there is none."""
         with self._as_store_error():
             try:
-                return bytes(self._fs.cat_file(self._path(name)))
+                # Not a range of it: an empty file has none.
+                if self._fs.size(self._path(name)) <= MAX_BYTES:
+                    return bytes(self._fs.cat_file(self._path(name)))
             except FileNotFoundError:
                 return None
+        raise StoreError(f"{join(self.url, name)} must have at most {MAX_BYTES >> 20} MiB")
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file."""
