@@ -17,7 +17,7 @@ from pathlib import Path
 from installation import LOG, ROOT, fail, find_uv
 
 # What checks the distributions, and what serves them.
-TOOLS = ["twine>=6,<7", "check-wheel-contents>=0.6,<1", "pyroma>=5,<6", "pypiserver>=2.3,<3"]
+TOOLS = ["twine>=6,<7", "check-wheel-contents>=0.6,<1", "pyroma>=5,<6", "pypiserver>=2.3,<3", "cyclonedx-bom>=7,<8"]
 MIN_RATING = 9
 _START_S = 20.0
 
@@ -83,9 +83,17 @@ def install_and_train(folder: Path, work: Path, uv: list[str], tools: list[str])
         for name in ("VIRTUAL_ENV", "PYTHONPATH"):
             env.pop(name, None)
         run([str(environment / "bin" / "hvdtrain"), "test"], env=env, cwd=work)
+        write_bill_of_materials(folder.with_name(f"{folder.name}.cdx.json"), environment, tools)
     finally:
         server.terminate()
         server.wait()
+
+
+def write_bill_of_materials(path: Path, environment: Path, tools: list[str]) -> None:
+    """Lists the packages of an installation, their versions and licenses, as a CycloneDX document."""
+    options = ["--output-reproducible", "--output-format", "JSON", "--output-file", str(path)]
+    run([*tools, "cyclonedx-py", "environment", *options, str(environment / "bin" / "python")])
+    print(f"Bill of materials: {path}")
 
 
 def answers(port: int) -> bool:
