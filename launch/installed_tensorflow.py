@@ -17,6 +17,7 @@ from installation import (
     ROOT,
     check_compiler,
     check_disk_space,
+    chosen_extras,
     extras,
     fail,
     find_uv,
@@ -54,10 +55,9 @@ def make_environment_on_top(venv: Path, log: TextIO) -> None:
     run_step("Installing pip", [*uv_pip_install(uv, venv), "pip>=25.1"], log)
     pip = _pip_install(venv)
     backend = _backend()
-    chosen = os.environ.get("HVDTRAIN_EXTRAS", "").split(",")
     if os.environ.get("HVDTRAIN_MPI") == "site":
         run_step("Building mpi4py with the site's MPI, unless it is there", [*pip, *mpi4py_from_source()], log)
-    needed = [*_requirements(chosen), *backend.libraries(), *backend.TOOLS, "hatchling", "editables"]
+    needed = [*_requirements(chosen_extras()), *backend.libraries(), *backend.TOOLS, "hatchling", "editables"]
     run_step("Installing what hvdtrain needs beside TensorFlow, and what builds Horovod", [*pip, *needed], log)
     build = [*pip, "--no-deps", "--no-build-isolation", "--no-cache-dir"]
     os.environ.update({f"PIP_{name}": value for name, value in _offline().items()})
@@ -106,7 +106,7 @@ def _requirements(chosen: list[str]) -> list[str]:
     """The dependencies of hvdtrain and of extras, but TensorFlow and Horovod."""
     text = (ROOT / "pyproject.toml").read_text()
     lists = [re.search(r"^dependencies = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)]
-    for extra in filter(None, chosen):
+    for extra in chosen:
         lists.append(re.search(rf"^{extra} = (\[.*\])", text, re.MULTILINE))
     named = [each for found in lists if found for each in re.findall(r'"([^"\n]+)"(?=[,\]]|$)', _uncommented(found[1]))]
     return [each for each in named if re.split(r"[^A-Za-z0-9_-]", each, maxsplit=1)[0] not in _NOT_INSTALLED_BY_PIP]

@@ -1,8 +1,4 @@
-"""The digits task: 1,797 handwritten digits of 8x8 pixels, which scikit-learn ships.
-
-Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-Repository, 1998 (its test set).
-"""
+"""The digits task: handwritten digits of 8x8 pixels, which need no download."""
 
 from pathlib import Path
 
@@ -11,6 +7,7 @@ import numpy as np
 from keras import layers
 
 from hvdtrain.data import Arrays, Data
+from hvdtrain.tasks.handwritten_digits import load_digits
 from hvdtrain.tasks.task import Task
 
 NUM_TEST = 360
@@ -19,11 +16,9 @@ _SPLIT_SEED = 1998
 
 def read_data(data_dir: Path | None) -> Data:
     """Returns 1,437 training and 360 test images in a fixed split. ``data_dir`` is ignored."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
-    labels = digits.target.astype(np.int32)
+    images, labels = load_digits()
+    images = (images[..., np.newaxis] / 16).astype(np.float32)
+    labels = labels.astype(np.int32)
     order = np.random.Generator(np.random.Philox(_SPLIT_SEED)).permutation(len(labels))
     test, training = order[:NUM_TEST], order[NUM_TEST:]
     return Data(Arrays(images[training], labels[training]), Arrays(images[test], labels[test]))

@@ -16,6 +16,7 @@ from keras import layers
 
 from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError
+from hvdtrain.tasks.handwritten_digits import load_digits
 from hvdtrain.tasks.task import DataFiles, Task
 
 NUM_CLASSES = 10
@@ -104,13 +105,10 @@ def make_regression(data: Data) -> keras.Model:
 
 
 def make_sample_data(folder: Path) -> None:
-    """Writes scikit-learn's 8x8 digits, scaled by 3 and centred in 28x28 pixels."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    large = np.kron(digits.images * (255 / 16), np.ones((3, 3)))
+    """Writes handwritten digits of 8x8 pixels, scaled by 3 and centred in 28x28 pixels."""
+    digits, labels = load_digits()
+    large = np.kron(digits * (255 / 16), np.ones((3, 3)))
     images = np.pad(large, [(0, 0), (2, 2), (2, 2)]).astype(np.uint8)
-    labels = digits.target.astype(np.uint8)
     order = np.random.default_rng(0).permutation(len(labels))
     for part, numbers in (("train", order[360:]), ("t10k", order[:360])):
         for kind, magic, values in (

@@ -209,8 +209,8 @@ def test_extras_are_a_setting(checkout):
     assert run(checkout, "true", HVDTRAIN_EXTRAS="mlflow,onnx").returncode == 0
     assert run(checkout, "true").stderr == ""
     first, second = (command for command in uv_commands(checkout) if command.startswith("pip"))
-    assert first.endswith("--editable .")
-    assert second.endswith("--editable .[mlflow,onnx]")
+    assert first.endswith("--editable .[examples]")
+    assert second.endswith("--editable .[examples,mlflow,onnx]")
 
 
 def test_installs_from_a_folder_of_wheels_alone(checkout):
@@ -269,20 +269,23 @@ def test_a_machine_with_a_gpu_gets_cuda_once(checkout):
     (checkout / ".venvs" / "settings.json").unlink()
     show = ("sh", "-c", "command -v nvcc || ls /usr/local/cuda/bin/nvcc")
     assert run(checkout, "true").returncode == 0
-    assert "--editable .[cuda]" in uv_commands(checkout)[-1]
+    assert "--editable .[examples,cuda]" in uv_commands(checkout)[-1]
     has_toolkit = subprocess.run(show, capture_output=True, check=False).returncode == 0
     settings = json.loads((checkout / ".venvs" / "settings.json").read_text())
     assert settings["HOROVOD_GPU_OPERATIONS"] == ("NCCL" if has_toolkit else "")
     assert run(checkout, "true", HVDTRAIN_EXTRAS="none").returncode == 0
-    assert "--editable . " in f"{uv_commands(checkout)[-1]} "
+    assert "--editable .[examples] " in f"{uv_commands(checkout)[-1]} "
     # From a folder of wheels, if it has them.
     wheels = checkout.parent / "wheels"
     wheels.mkdir()
-    for name, expected in (("numpy-2.0.whl", "--editable . "), ("nvidia_cudnn_cu12-9.whl", "--editable .[cuda] ")):
+    for name, expected in (
+        ("numpy-2.0.whl", "--editable .[examples] "),
+        ("nvidia_cudnn_cu12-9.whl", "--editable .[examples,cuda] "),
+    ):
         (wheels / name).touch()
         shutil.rmtree(checkout / ".venvs")
         assert run(checkout, "true", HVDTRAIN_WHEELHOUSE=str(wheels)).returncode == 0
-        assert expected in f"{uv_commands(checkout)[-1]} "
+        assert f"--editable .{expected} " in f"{uv_commands(checkout)[-1]} "
     # A node of the same cluster without a GPU uses the same environment.
     driver.unlink()
     num_calls = len(calls(checkout))

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.tasks import cifar10, mnist, sample_data, tables, tabular, text
+from hvdtrain.tasks.handwritten_digits import load_digits
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.names import BUILT_IN, short_name
 from hvdtrain.tasks.task import Task
@@ -22,6 +23,18 @@ def samples(source, count=None):
     """All samples of a source, or the first few, as one batch."""
     batches = source.evaluation_batches(count or source.num_samples, 0, 1, 0, frozenset())
     return next(iter(batches))
+
+
+# Digits.
+
+
+def test_the_digits_are_those_of_scikit_learn():
+    sklearn = pytest.importorskip("sklearn.datasets")
+    images, labels = load_digits()
+    expected = sklearn.load_digits()
+    assert images.dtype == labels.dtype == np.uint8
+    assert np.array_equal(images, expected.images)
+    assert np.array_equal(labels, expected.target)
 
 
 # CIFAR-10.
