@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hvdtrain import callbacks, data, elastic
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.checkpoint.config import CheckpointConfig
+    from hvdtrain.commands.report.notebook import report
     from hvdtrain.data.sharding import shard
     from hvdtrain.distributed.compression import Compression
     from hvdtrain.distributed.config import GpuConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hvdtrain.loggers.csv_file import CsvReporter
     from hvdtrain.loggers.json_lines import JsonLinesReporter
     from hvdtrain.loggers.mlflow import MLflowReporter
+    from hvdtrain.loggers.rank_times import RankTimesReporter
     from hvdtrain.loggers.reporter import CompositeReporter, Reporter
     from hvdtrain.loggers.tensorboard import TensorBoardReporter
     from hvdtrain.loggers.wandb import WandbReporter
@@ -74,6 +76,7 @@ __all__ = [
     "PartialDistributedOptimizer",
     "PowerSGD",
     "QuorumConfig",
+    "RankTimesReporter",
     "Reporter",
     "Task",
     "TensorBoardReporter",
@@ -99,6 +102,7 @@ __all__ = [
     "print_once",
     "process_set",
     "reduce",
+    "report",
     "run",
     "shard",
     "synchronize_batch_normalization",
@@ -127,6 +131,7 @@ _MODULES = {
     "PartialDistributedOptimizer": "optim.distributed_optimizer",
     "PowerSGD": "distributed.power_sgd",
     "QuorumConfig": "training.config",
+    "RankTimesReporter": "loggers.rank_times",
     "Reporter": "loggers.reporter",
     "Task": "tasks.task",
     "TensorBoardReporter": "loggers.tensorboard",
@@ -148,13 +153,14 @@ _MODULES = {
     "print_once": "distributed.own_values",
     "process_set": "distributed.runtime",
     "reduce": "distributed.own_values",
+    "report": "commands.report.notebook",
     "run": "system.function_job",
     "shard": "data.sharding",
     "synchronize_batch_normalization": "optim.keras_calls",
     "verify": "training.equality.verify",
 }
 
-_WITHOUT_TENSORFLOW = ("run",)
+_WITHOUT_TENSORFLOW = ("report", "run")
 
 
 def __dir__() -> list[str]:

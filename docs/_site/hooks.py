@@ -131,10 +131,10 @@ _SECTIONS = {
         *("Trainer", "TrainConfig", "GuardConfig", "CheckpointConfig", "LoggingConfig", "LocalSGDConfig"),
         *("Checkpointer", "JobWatch", "ParameterAverager"),
     ),
-    "Tasks": ("Task",),
+    "Tasks": ("Task", "report"),
     "Loggers": (
         *("Reporter", "CompositeReporter", "ConsoleReporter", "CsvReporter", "JsonLinesReporter"),
-        *("MLflowReporter", "TensorBoardReporter", "WandbReporter"),
+        *("MLflowReporter", "RankTimesReporter", "TensorBoardReporter", "WandbReporter"),
     ),
 }
 

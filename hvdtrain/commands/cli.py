@@ -39,6 +39,7 @@ _LOCAL_MODULES = {
     "test": "self_test",
     "init": "init",
     "compare": "compare",
+    "report": "report.command",
 }
 # Options that may be URLs of an object store.
 _PATHS = ("data_dir", "run_dir", "resume", "checkpoint", "output")
@@ -144,6 +145,18 @@ def compare(
     """Print a table of runs."""
 
 
+def report(
+    *runs: Annotated[str, Parameter(name="RUN", help="Run directories or their URLs, complete or not.")],
+    output: Annotated[Path, Parameter(help="The file to write.")] = Path("report.html"),
+    serve: Annotated[
+        bool, Parameter(negative="", help="Serve the page instead, updated while the run goes on, until Ctrl-C.")
+    ] = False,
+    address: Annotated[str, Parameter(help="Where to serve it: by default, to this host alone.")] = "127.0.0.1",
+    port: Annotated[int, Parameter(help="The port to serve it on; 0 is any free one.")] = 0,
+) -> None:
+    """Write a page with the figures of runs: losses, times of ranks, members, checkpoints."""
+
+
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="The shell.")], /) -> None:
     """Print a script that completes commands and options of hvdtrain: eval "$(hvdtrain completion bash)" """
 
@@ -161,6 +174,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "test": self_test,
     "init": init,
     "compare": compare,
+    "report": report,
     "completion": completion,
 }
 
@@ -171,6 +185,7 @@ _USAGE = {
     "check": "[OPTIONS] CMD…",
     "init": "FILE",
     "compare": "[OPTIONS] RUN…",
+    "report": "[OPTIONS] RUN…",
     "completion": "SHELL",
 }
 

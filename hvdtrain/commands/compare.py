@@ -1,75 +1,48 @@
 """``hvdtrain compare``: a table of runs, and a figure of their losses; reads whatever files each run has."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.commands.figures import NO_FIGURE, make_figure
-from hvdtrain.commands.run_files import open_run_files
+from hvdtrain.commands.run_record import NOT_METRICS, RunRecord, number, read_run
 from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.stores.urls import is_url, require_usable
-from hvdtrain.system.json_files import read_lines, read_object
 
-_FILES = ("summary.json", "metrics.jsonl", "config.json")
 _FIGURES = (".png", ".svg", ".pdf")
 _NONE = "-"
-# Fields of a line of metrics.jsonl that are neither a loss nor a metric.
-_NOT_METRICS = ("event", "time", "step", "epoch", "samples", "elapsed_seconds")
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run, as far as its files describe it."""
+def row(run: RunRecord) -> dict[str, str]:
+    """The cells of a run's row of the table by column; columns without a value are left out."""
+    train, evaluation = run.last("train"), run.last("eval")
+    evaluated = run.summary.get("eval") or {
+        name: value for name, value in evaluation.items() if name not in NOT_METRICS
+    }
+    steps = number(run.summary.get("steps", train.get("step")))
+    seconds = [number(event.get("elapsed_seconds")) for event in run.events]
+    wall_s = max((each for each in seconds if each is not None), default=number(run.summary.get("wall_seconds")))
+    speed = number(run.summary.get("examples_per_second", train.get("examples/s")))
+    share = number(run.summary.get("communication_fraction"))
+    cells = {
+        "run": run.name,
+        "task": _fact(run, "task"),
+        "mode": _fact(run, "mode"),
+        "ranks": _shown(number(run.summary.get("ranks")), "d"),
+        "steps": _shown(steps, "d") + ("" if run.summary else " (unfinished)"),
+        "loss": _shown(number(run.summary.get("loss", train.get("loss"))), ".4g"),
+        **{f"eval {name}": _shown(number(value), ".4g") for name, value in dict(evaluated).items()},
+        "examples/s": _shown(speed, ".0f"),
+        "time": _NONE if wall_s is None else f"{wall_s:.1f} s",
+        "communication": _NONE if share is None else f"{100 * share:.0f} %",
+    }
+    return {name: cell for name, cell in cells.items() if cell != _NONE}
 
-    name: str
-    """Its path or URL."""
-    summary: dict[str, Any]
-    config: dict[str, Any]
-    events: list[dict[str, Any]]
 
-    def row(self) -> dict[str, str]:
-        """The cells of the table by column; columns without a value are left out."""
-        train, evaluation = self._last("train"), self._last("eval")
-        evaluated = self.summary.get("eval") or {
-            name: value for name, value in evaluation.items() if name not in _NOT_METRICS
-        }
-        steps = _number(self.summary.get("steps", train.get("step")))
-        seconds = [_number(event.get("elapsed_seconds")) for event in self.events]
-        wall_s = max((each for each in seconds if each is not None), default=_number(self.summary.get("wall_seconds")))
-        speed = _number(self.summary.get("examples_per_second", train.get("examples/s")))
-        share = _number(self.summary.get("communication_fraction"))
-        cells = {
-            "run": self.name,
-            "task": self._fact("task"),
-            "mode": self._fact("mode"),
-            "ranks": _shown(_number(self.summary.get("ranks")), "d"),
-            "steps": _shown(steps, "d") + ("" if self.summary else " (unfinished)"),
-            "loss": _shown(_number(self.summary.get("loss", train.get("loss"))), ".4g"),
-            **{f"eval {name}": _shown(_number(value), ".4g") for name, value in dict(evaluated).items()},
-            "examples/s": _shown(speed, ".0f"),
-            "time": _NONE if wall_s is None else f"{wall_s:.1f} s",
-            "communication": _NONE if share is None else f"{100 * share:.0f} %",
-        }
-        return {name: cell for name, cell in cells.items() if cell != _NONE}
-
-    def curve(self, event: str) -> tuple[list[float], list[float], list[float]]:
-        """Steps, seconds and losses of the lines of an event that have a loss."""
-        points = []
-        for each in self.events:
-            step, loss, elapsed_s = (_number(each.get(name)) for name in ("step", "loss", "elapsed_seconds"))
-            if each.get("event") == event and step is not None and loss is not None:
-                points.append((step, math.nan if elapsed_s is None else elapsed_s, loss))
-        return [each[0] for each in points], [each[1] for each in points], [each[2] for each in points]
-
-    def _last(self, event: str) -> dict[str, Any]:
-        return next((each for each in reversed(self.events) if each.get("event") == event), {})
-
-    def _fact(self, name: str) -> str:
-        value = self.summary.get(name, self.config.get(name))
-        return value if isinstance(value, str) else _NONE
+def _fact(run: RunRecord, name: str) -> str:
+    value = run.summary.get(name, run.config.get(name))
+    return value if isinstance(value, str) else _NONE
 
 
 def run(runs: Sequence[str], plot: Path | None = None) -> int:
@@ -87,29 +60,10 @@ def run(runs: Sequence[str], plot: Path | None = None) -> int:
         if is_url(each):
             require_usable("RUN", each)
     found = [read_run(path) for path in runs]
-    print(table([each.row() for each in found]), flush=True)
+    print(table(list(map(row, found))), flush=True)
     if plot is not None:
         print(f"written: {plot}" if draw(found, plot) else NO_FIGURE.format(plot), flush=True)
     return 0
-
-
-def read_run(run_dir: str | Path) -> Run:
-    """Reads a run directory, or its URL; files that are missing or damaged count as empty.
-
-    Raises:
-        DataError: it holds none of them, or the object store cannot be read.
-    """
-    with open_run_files(run_dir) as files:
-        try:
-            paths = {name: files.path_of(name) for name in _FILES}
-            if not any(path.exists() for path in paths.values()):
-                raise DataError(
-                    f"RUN must be a run directory. Received: {files.name!r}, which has none of {', '.join(_FILES)}."
-                )
-            events = _read(paths["metrics.jsonl"])
-        except ValueError as error:  # a null character
-            raise DataError(f"RUN must be the folder of a run. Received: {files.name!r} ({error})") from error
-        return Run(files.name, _read_object(paths["summary.json"]), _read_object(paths["config.json"]), events)
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
@@ -120,7 +74,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join(aligned([names, *([row.get(name, _NONE) for name in names] for row in rows)]))
 
 
-def draw(runs: Sequence[Run], path: Path) -> bool:
+def draw(runs: Sequence[RunRecord], path: Path) -> bool:
     """Plots the losses against steps and time; returns False if matplotlib is missing.
 
     Raises:
@@ -133,11 +87,12 @@ def draw(runs: Sequence[Run], path: Path) -> bool:
     losses: list[float] = []
     for i, each in enumerate(runs):
         for event, style in (("train", "-"), ("eval", "--")):
-            steps, seconds, values = each.curve(event)
+            steps, values = each.points(event, "step", "loss")
+            seconds, timed = each.points(event, "elapsed_seconds", "loss")
             losses += values
             label = f"{each.name}" if event == "train" else f"{each.name}, evaluation"
             by_step.plot(steps, values, style, color=f"C{i}", label=label)
-            by_time.plot(seconds, values, style, color=f"C{i}")
+            by_time.plot(seconds, timed, style, color=f"C{i}")
     if losses and min(losses) > 0:
         by_step.set_yscale("log")
     by_step.set_xlabel("step")
@@ -149,25 +104,6 @@ def draw(runs: Sequence[Run], path: Path) -> bool:
     except OSError as error:
         raise DataError(f"--plot must be a file that can be written. Received: {str(path)!r} ({error})") from error
     return True
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_lines(path)
-    except OSError:
-        return []
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)
-    except (OSError, ValueError):
-        return {}
-
-
-def _number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None  # type: ignore[return-value]
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -11,13 +11,14 @@ import keras
 
 from hvdtrain.checkpoint.storage import checkpoints_in, require_ours
 from hvdtrain.commands.config import RunConfig
-from hvdtrain.commands.run_files import checkpoints_of
+from hvdtrain.commands.run_files import RANK_TIMES, checkpoints_of
 from hvdtrain.commands.run_store import RunStore
 from hvdtrain.config.fields import as_dict
 from hvdtrain.errors import DataError
 from hvdtrain.loggers.json_lines import JsonLinesReporter
 from hvdtrain.loggers.names import logger_names, make_loggers
 from hvdtrain.loggers.progress_bar import console_reporter
+from hvdtrain.loggers.rank_times import RankTimesReporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.loggers.tensorboard import TensorBoardReporter
 from hvdtrain.stores.urls import is_url, local_path
@@ -130,6 +131,7 @@ class OwnedRunDirectory:
         self._reporters = [
             console,
             JsonLinesReporter(path / "metrics.jsonl"),
+            RankTimesReporter(path / RANK_TIMES),
             TensorBoardReporter(path / "tensorboard", console),
         ]
         self.reporter: Reporter = CompositeReporter(self._reporters)

@@ -13,6 +13,8 @@ from hvdtrain.system.atomic_files import remove
 from hvdtrain.system.terminal import report
 from hvdtrain.tasks.names import short_name
 
+RANK_TIMES = "ranks.jsonl"
+"""The step times of all ranks."""
 EVALUATIONS = "evaluations.jsonl"
 """What ``eval`` appends its results to."""
 

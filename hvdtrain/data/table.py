@@ -79,7 +79,7 @@ class Table(NumberedSource):
         for number in map(int, numbers):
             try:
                 self._flat(np.array([number]))
-            except (DataError, ValueError, TypeError) as error:
+            except Exception as error:
                 bad.append(BadSample(number, f"row {number}", str(error)))
         return bad
 
@@ -152,6 +152,12 @@ def _open(table: Any, names: list[str]) -> _ArrowRows | _DatasetRows:
             f"{type(table).__name__}. For other objects with rows, use hvdtrain.data.RandomAccess."
         )
     _require_columns(names, present)
+    if not isinstance(table, pyarrow.Table) and table.format["type"] == "custom":
+        raise UsageError(
+            "table must be a datasets.Dataset whose rows are read as they are. Received: one with a transform "
+            "(set_transform or with_transform). Use hvdtrain.data.RandomAccess(dataset, select), which reads "
+            "transformed rows, or dataset.map(…), which stores them."
+        )
     return _ArrowRows(table.select(names)) if isinstance(table, pyarrow.Table) else _DatasetRows(table, names)
 
 

@@ -78,6 +78,18 @@ class Reporter:
     def members_changed(self, step: int, values: Mapping[str, float]) -> None:
         """Called when the ranks have changed, with ``ranks`` and ``pause_seconds``."""
 
+    def saved(self, step: int, values: Mapping[str, float]) -> None:
+        """Called after a checkpoint was taken, with ``blocked_seconds``: how long training stood still for it."""
+
+    def rank_times(self, last_step: int, seconds: np.ndarray, batch_sizes: Sequence[int]) -> None:
+        """Called with the times of the last steps on all ranks, every 512 steps and at the end.
+
+        Args:
+            seconds: waiting for input, from the start of a step until the rank's gradients are computed, and
+                reducing them; shape ``[ranks, steps, 3]``. NaN for steps without a reduction.
+            batch_sizes: the samples of each rank in a micro-batch.
+        """
+
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         """Called with the values of ``weights`` and ``gradients`` by variable path, and of ``activations`` by layer."""
 
@@ -131,6 +143,12 @@ class CompositeReporter(Reporter):
 
     def members_changed(self, step: int, values: Mapping[str, float]) -> None:
         self._forward("members_changed", step, values)
+
+    def saved(self, step: int, values: Mapping[str, float]) -> None:
+        self._forward("saved", step, values)
+
+    def rank_times(self, last_step: int, seconds: np.ndarray, batch_sizes: Sequence[int]) -> None:
+        self._forward("rank_times", last_step, seconds, batch_sizes)
 
     def histograms(self, step: int, groups: Mapping[str, Mapping[str, np.ndarray]]) -> None:
         self._forward("histograms", step, groups)

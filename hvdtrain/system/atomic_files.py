@@ -67,7 +67,7 @@ def is_temporary(path: Path) -> bool:
 def write_text(path: Path, text: str) -> None:
     """Writes a small file; readers see the old or the new content, never a part."""
     with replaced_on_success(path) as aside:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:

@@ -110,15 +110,14 @@ class LoadBalancer:
 
     @property
     def exchange_every(self) -> int:
-        """Steps between two calls of :meth:`exchange`."""
+        """Steps between two exchanges of step times, each followed by :meth:`rebalance`."""
         return self._config.balance_every if self._config.balance else EXCHANGE_EVERY
 
-    def exchange(self) -> None:
-        """Gathers the step times of all ranks, and changes the assignment if that makes steps shorter.
+    def rebalance(self) -> None:
+        """Changes the assignment if the latest exchange of step times shows that this makes steps shorter.
 
         All ranks must call it.
         """
-        self.times.exchange()
         if not self._config.balance:
             return
         # Until all gradients are computed: what the other ranks wait for.

@@ -106,6 +106,12 @@ class TrainingReport:
         }
         self._reporter.progressed(self._progress.step, {**single_numbers(self.epoch_so_far()), **gauges})
 
+    def rank_times(self) -> None:
+        """Reports the step times of all ranks that were exchanged since the last call."""
+        seconds = self._time_shares.take_new()
+        if seconds is not None:
+            self._reporter.rank_times(self._progress.step, seconds, self._balancer.rank_batch_sizes)
+
     def histograms(self) -> None:
         """Reports histograms of weights, gradients and activations."""
         groups = {
@@ -150,6 +156,7 @@ class TrainingReport:
             reduction = require_pipeline(leaves_of(self._model)[0]).reduce.config
             remedies = possible_remedies(self._config, reduction, self._collectives.conditions)
             fractions = self._time_shares.summary(1000 * clock.seconds_per_step(), remedies)
+            self.rank_times()
         return {
             "examples_per_second": self._feed.plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),

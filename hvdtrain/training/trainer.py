@@ -383,7 +383,10 @@ class Trainer:
         if progress.step == self._last_profiled:
             self._reporter.profile_ends()
         if self._is_due("exchange", at_end=False):
-            self.parts.balancer.exchange()
+            # Before the assignment of samples changes.
+            self.parts.time_shares.exchange()
+            self._report.rank_times()
+            self.parts.balancer.rebalance()
         if self._is_due("guard") or progress.is_stopped:
             self._guards.check()
         if self._is_due("log") or progress.is_stopped:
@@ -460,7 +463,9 @@ class Trainer:
     def _save(self, wait: bool = False) -> None:
         assert self._checkpointer is not None
         self._job_watch.heartbeat("saving", self.step)
+        start_s = time.perf_counter()
         self._state.save(self._checkpointer, wait=wait)
+        self._reporter.saved(self.step, {"blocked_seconds": time.perf_counter() - start_s})
         if lost := self._callbacks.newly_unrestorable():
             self._reporter.warned(self.step, f"a resumed run will not restore {', '.join(lost)}: {RESTORABLE}")
 

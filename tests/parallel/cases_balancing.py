@@ -123,6 +123,15 @@ def test_a_slow_rank_gets_fewer_samples_and_the_updates_are_those_of_one_process
     assert len(set(COLLECTIVES.allgather(str(sizes)))) == 1
 
 
+@pytest.mark.long
+def test_a_rank_that_is_50_times_slower_keeps_few_samples():
+    pause = Pause(50 * FAST if RANK == 0 else FAST)
+    model = make_model(100 + RANK, pause)
+    summary = trainer_of(model, Arrays(EVEN_X, EVEN_Y), balance=True, balance_every=8).fit()
+    assert 0 <= summary["rank_batch_sizes"][0] <= 1
+    assert_equals_one_process(model, even=True)
+
+
 def test_a_changed_speed_is_followed_within_two_intervals():
     """Within an interval, the slow rank becomes fast and the last one slow."""
     every, changed_at = 8, 28

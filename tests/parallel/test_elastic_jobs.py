@@ -139,6 +139,17 @@ def test_ranks_that_are_lost_while_the_others_connect_and_settle(one_process, tm
     assert_equal_runs(tmp_path / "run", one_process)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("place", ["connect", "settle"])
+def test_a_newcomer_that_is_told_to_stop_while_it_joins(place, one_process, tmp_path):
+    job = ElasticJob("1:3", tmp_path, [[60, 2, "SIGKILL", "before"], [1, 1, "SIGTERM", place]])
+    ended = end(job)
+    assert ended.code == 0, ended.output
+    assert job.happened() == 2
+    assert ended.output.count("hvdtrain elastic: lost rank") == 1
+    assert_equal_runs(tmp_path / "run", one_process)
+
+
 def test_ranks_that_are_lost_before_the_first_step_and_after_the_last(tmp_path):
     events = [[1, 1, "SIGKILL", "build"], [1, 0, "SIGKILL", "end"]]
     job = ElasticJob("2:2", tmp_path, events, "--batch-size", str(GLOBAL_BATCH // 2), length=("--steps", "60"))

@@ -1,14 +1,14 @@
 """What a new user calls first: init, compare and completion."""
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.commands import cli, compare
+from hvdtrain.commands import cli
+from hvdtrain.commands.run_record import read_run
 
 
 def started(*words: object, code: int = 0, cwd: Path | None = None) -> str:
@@ -110,11 +110,12 @@ def test_compare_reads_incomplete_runs(tmp_path):
 
 
 def test_compare_draws_losses_against_steps_and_time(tmp_path, capsys):
-    runs = [compare.read_run(path) for path in make_runs(tmp_path)]
-    assert runs[1].curve("train") == ([10], [1.5], [2.5])
-    assert runs[1].curve("eval") == ([10], [2.0], [2.25])
-    assert runs[2].curve("train") == ([5], [math.nan], [1.0])
-    assert runs[3].curve("train") == ([], [], [])
+    runs = [read_run(path) for path in make_runs(tmp_path)]
+    assert runs[1].points("train", "step", "elapsed_seconds", "loss") == [[10], [1.5], [2.5]]
+    assert runs[1].points("eval", "step", "loss") == [[10], [2.25]]
+    assert runs[2].points("train", "step", "loss") == [[5], [1.0]]
+    assert runs[2].points("train", "elapsed_seconds", "loss") == [[], []]
+    assert runs[3].points("train", "step", "loss") == [[], []]
     plot = tmp_path / "loss.png"
     assert cli.main(["compare", *(run.name for run in runs), "--plot", str(plot)]) == 0
     assert plot.read_bytes().startswith(b"\x89PNG")

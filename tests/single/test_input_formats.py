@@ -132,6 +132,37 @@ def test_whole_numbers_that_a_matrix_of_floats_cannot_hold_are_bad_samples():
     assert "Received: int64 in column a, with values that float32 cannot hold" in bad.cause
 
 
+def test_rows_that_a_transform_makes():
+    """Table would read them without the transform; one that fails is a bad sample."""
+
+    def halved(rows):
+        if -1 in rows["a"]:
+            raise KeyError("no such file")
+        return {"a": [value / 2 for value in rows["a"]]}
+
+    rows = datasets.Dataset.from_dict({"a": [2, 4, -1, 8]}).with_transform(halved)
+    with pytest.raises(UsageError, match=r"Received: one with a transform .*RandomAccess\(dataset, select\)"):
+        Table(rows, x="a")
+    source = RandomAccess(rows, select=lambda row: row["a"])
+    (bad,) = source.find_bad(np.arange(4))
+    assert (bad.number, bad.cause) == (2, "KeyError: 'no such file'")
+    assert [source._one(number)[0] for number in (0, 1, 3)] == [1.0, 2.0, 4.0]
+
+
+def test_a_row_that_cannot_be_read_for_any_reason_is_a_bad_sample(monkeypatch):
+    table = Table(ROWS, x="a")
+    take = table._rows.take
+
+    def failing(numbers):
+        if 3 in numbers:
+            raise OSError("input/output error")
+        return take(numbers)
+
+    monkeypatch.setattr(table._rows, "take", failing)
+    (bad,) = table.find_bad(np.arange(6))
+    assert (bad.number, bad.cause) == (3, "input/output error")
+
+
 def test_tables_that_cannot_be_read(files, tmp_path):
     with pytest.raises(UsageError, match=r"Received: labl, not in .*all\.parquet among a, b, c, label"):
         Table(files / "all.parquet", x="a", y="labl")

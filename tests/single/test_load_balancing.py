@@ -78,7 +78,7 @@ def test_fewer_ranks_than_the_limit_needs_share_the_batch_all_the_same(options):
     times = GivenTimes()
     made = balancer(2, ranks_may_change=True, times=times, balance=True, **options)
     times.all_steps = [np.full((2, 5, 3), [[[0.0, 1.0, 0.0]], [[0.0, 2.0, 0.0]]])]
-    made.exchange()
+    made.rebalance()
     assert made.rank_batch_sizes == ((24, 24) if options else (32, 16))
 
 
@@ -138,7 +138,7 @@ def test_a_changed_speed_is_followed_within_two_intervals(changed_at):
         if len(window) == every:
             times.all_steps.append(np.array(window).swapaxes(0, 1))
             window.clear()
-            made.exchange()
+            made.rebalance()
     assert made.rank_batch_sizes == (14, 7, 27)
 
 

@@ -208,7 +208,7 @@ def test_elapsed_seconds_continue_at_the_last_line_before_the_checkpoint(tmp_pat
 
 EVENTS = [
     *("started", "reshaped", "model_built", "resumed", "progressed", "evaluated", "histograms", "warned", "finished"),
-    *("members_changed", "profile_begins", "profile_ends", "already_complete", "close"),
+    *("members_changed", "saved", "rank_times", "profile_begins", "profile_ends", "already_complete", "close"),
 ]
 
 
@@ -236,6 +236,8 @@ def test_composite_forwards_every_event():
         ("evaluated", 16, {"loss": 0.5}),
         ("histograms", 16, {"weights": {"kernel": 1}}),
         ("members_changed", 16, {"ranks": 2, "pause_seconds": 0.4}),
+        ("saved", 16, {"blocked_seconds": 0.1}),
+        ("rank_times", 16, "times", [8, 8]),
         ("warned", 17, "a step was skipped"),
         ("finished", SUMMARY),
         ("already_complete", 20, Path("run")),

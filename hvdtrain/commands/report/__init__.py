@@ -1,0 +1,1 @@
+"""``hvdtrain report``: runs as a page of figures, in a file or live."""

@@ -1,0 +1,269 @@
+"""The figures of a report: what each shows of one or several runs, as series of numbers."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hvdtrain.commands.report import step_parts
+from hvdtrain.commands.run_record import NOT_METRICS, RunRecord, is_finite
+
+_MAX_POINTS = 2000
+"""The most points of a line: a page stays small, whatever the length of the run."""
+_MAX_METRICS = 6
+_SPEED = ("learning_rate", "gradient_norm", "examples/s", "s/batch", "smallest_batch", "largest_batch")
+_RESULTS = (
+    *("loss", "steps", "epochs", "wall_seconds", "examples_per_second", "skipped_steps", "bad_samples"),
+    *("compression_error", "resumed_from", "lost_steps", "weights_sha256"),
+)
+_AXES = {"step": "step", "samples": "samples", "elapsed_seconds": "seconds of training"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of points; ``number`` chooses its color."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    number: int
+    is_dashed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A figure with one horizontal axis."""
+
+    name: str
+    title: str
+    says: str
+    """What it shows, in a sentence."""
+    x_label: str
+    y_label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines(Figure):
+    lines: Sequence[Line]
+    is_logarithmic: bool = False
+    is_stepped: bool = False
+    """Whether a value holds until the next one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Areas(Figure):
+    """Areas on top of each other."""
+
+    x: list[float]
+    heights: Mapping[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells(Figure):
+    """A cell for each rank and some steps, colored by its value."""
+
+    left: list[float]
+    right: list[float]
+    row: list[int]
+    value: list[float]
+    ratio: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bars(Figure):
+    """A bar at each x."""
+
+    x: list[float]
+    y: list[float]
+
+
+def figures(runs: Sequence[RunRecord]) -> list[Figure]:
+    """All figures that have something to show, in order. Those of ranks and members need a single run."""
+    found = [
+        *_losses(runs),
+        *_metrics(runs),
+        _values(runs, "examples/s", "Throughput", "Samples that all ranks trained on in a second.", "samples/s"),
+        _values(runs, "learning_rate", "Learning rate", "The learning rate of each step.", "learning rate"),
+        _values(runs, "gradient_norm", "Gradient norm", "The norm of the gradients of all variables.", "norm"),
+    ]
+    if len(runs) == 1:
+        found += [_parts(runs[0]), _ranks(runs[0]), _shares(runs[0]), _members(runs[0]), *_stops(runs[0])]
+    return [each for each in found if each is not None]
+
+
+def _losses(runs: Sequence[RunRecord]) -> list[Figure | None]:
+    return [
+        _lines(
+            runs,
+            axis,
+            "loss",
+            f"loss-{axis}",
+            f"Loss over {label}",
+            "Training (lines) and evaluation (dashed): lower is better, and flat means that it no longer learns.",
+            "loss",
+        )
+        for axis, label in _AXES.items()
+    ]
+
+
+def _metrics(runs: Sequence[RunRecord]) -> list[Figure | None]:
+    known = dict.fromkeys(
+        name
+        for run in runs
+        for event in ("train", "eval")
+        for name, value in run.last(event).items()
+        if name not in (*NOT_METRICS, *_SPEED, "loss") and is_finite(value)
+    )
+    says = "Training (lines) and evaluation (dashed)."
+    return [_lines(runs, "step", name, f"metric-{name}", name, says, name) for name in list(known)[:_MAX_METRICS]]
+
+
+def _lines(
+    runs: Sequence[RunRecord], axis: str, value: str, name: str, title: str, says: str, y_label: str
+) -> Lines | None:
+    lines = []
+    for number, run in enumerate(runs):
+        for event in ("train", "eval"):
+            x, y = _finite(*run.points(event, axis, value))
+            if x:
+                label = run.name if event == "train" else f"{run.name}, evaluation"
+                lines.append(Line(label, *_thinned(x, y), number, is_dashed=event == "eval"))
+    if not lines:
+        return None
+    is_positive = all(each > 0 for line in lines for each in line.y)
+    return Lines(name, title, says, _AXES[axis], y_label, lines, is_logarithmic=value == "loss" and is_positive)
+
+
+def _values(runs: Sequence[RunRecord], value: str, title: str, says: str, y_label: str) -> Lines | None:
+    return _lines(runs, "step", value, f"value-{value}", title, says, y_label)
+
+
+def _parts(run: RunRecord) -> Areas | None:
+    found = [step_parts.parts(line) for line in step_parts.usable(run.rank_times)]
+    if not found:
+        return None
+    x = [(each.first_step + each.step) / 2 for each in found]
+    names = ("compute", "input", "waiting", "communication")
+    heights = {name: _thinned(x, [getattr(each, name) for each in found])[1] for name in names}
+    says = (
+        "The time of a step: computing, waiting for input, waiting for the slowest rank, and communication that "
+        "computing does not hide."
+    )
+    return Areas("step-parts", "Where the time goes", says, "step", "ms", _thinned(x, x)[0], heights)
+
+
+def _ranks(run: RunRecord) -> Cells | None:
+    lines = [line for line in step_parts.usable(run.rank_times) if line["ranks"] > 1]
+    if not lines:
+        return None
+    every = -(-len(lines) * min(64, len(step_parts.ranks(lines[0]))) // (4 * _MAX_POINTS))
+    cells = [cell for line in lines[::every] for cell in step_parts.ranks(line)]
+    says = (
+        "Time until a rank has computed its gradients. The others wait for the darkest row; a column that is dark as "
+        "a whole is a step that was slow everywhere."
+    )
+    rank, share = step_parts.slowest_rank(lines)
+    if share > 0.5:
+        says += f" Rank {rank} is the slowest in {100 * share:.0f} % of the columns."
+    if any("slowest" in line for line in lines):
+        says += " Of more than 64 ranks, the ten slowest are shown."
+    return Cells(
+        "ranks",
+        "Ranks",
+        says,
+        "step",
+        "rank",
+        [each.first_step for each in cells],
+        [each.step + 1 for each in cells],
+        [each.rank for each in cells],
+        [each.ready_ms for each in cells],
+        [each.ratio for each in cells],
+    )
+
+
+def _shares(run: RunRecord) -> Lines | None:
+    lines = [line for line in step_parts.usable(run.rank_times) if isinstance(line.get("batch_sizes"), list)]
+    lines = [line for line in lines if all(map(is_finite, line["batch_sizes"]))]
+    if not lines:
+        return None
+    num_ranks = max(len(line["batch_sizes"]) for line in lines)
+    drawn = []
+    for rank in range(num_ranks):
+        points = [(line["first_step"], line["batch_sizes"][rank]) for line in lines if rank < len(line["batch_sizes"])]
+        drawn.append(Line(f"rank {rank}", *_thinned(*map(list, zip(*points, strict=True))), rank))
+    says = "Samples of each rank in a micro-batch: slower ranks get fewer."
+    return Lines("shares", "Shares of the batch", says, "step", "samples", drawn, is_stepped=True)
+
+
+def _members(run: RunRecord) -> Lines | None:
+    steps, ranks = _finite(*run.points("members", "step", "ranks"))
+    if not steps:
+        return None
+    last = run.events[-1].get("step", steps[-1])
+    line = Line("ranks", [*steps, last if is_finite(last) else steps[-1]], [*ranks, ranks[-1]], 0)
+    says = "Ranks that train together: a step down is a rank that was lost or has left, a step up one that has joined."
+    return Lines("members", "Members", says, "step", "ranks", [line], is_stepped=True)
+
+
+def _stops(run: RunRecord) -> list[Figure | None]:
+    """What training stood still for."""
+    found: list[Figure | None] = []
+    for event, value, title, says in (
+        ("members", "pause_seconds", "Pauses of the members", "How long training stood still when ranks changed."),
+        ("checkpoint", "blocked_seconds", "Checkpoints", "How long training stood still for each checkpoint."),
+    ):
+        x, y = _finite(*run.points(event, "step", value))
+        if x:
+            found.append(Bars(f"stops-{event}", title, says, "step", "s", *_thinned(x, y)))
+    return found
+
+
+def _finite(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
+    pairs = [pair for pair in zip(x, y, strict=True) if all(map(is_finite, pair))]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
+    """At most 2,000 points, the last one among them."""
+    every = -(-len(x) // _MAX_POINTS) or 1
+    return x[::-every][::-1], y[::-every][::-1]
+
+
+def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """The options whose values differ between runs, each with its value in every run."""
+    names = dict.fromkeys(name for run in runs for name in run.config if name != "run_dir")
+    rows = [(name, [_shown(run.config.get(name)) for run in runs]) for name in names]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def facts(run: RunRecord) -> list[tuple[str, str]]:
+    """What is known about a run, for a table."""
+    start = {name: value for name, value in run.last("start").items() if name not in NOT_METRICS}
+    end = {name: run.summary[name] for name in _RESULTS if run.summary.get(name) is not None}
+    rows: list[tuple[str, Any]] = [*start.items(), *end.items()]
+    skew = run.summary.get("skew")
+    if isinstance(skew, dict) and is_finite(skew.get("slowest_share")):
+        share = 100 * skew["slowest_share"]
+        rank, host = skew.get("slowest_rank"), skew.get("slowest_host")
+        rows.append(("slowest rank", f"rank {rank} on host {host}, the last in {share:.0f} % of the steps"))
+    state = "complete" if run.summary else "not complete, or still running"
+    return [("state", state), *((name, _shown(value)) for name, value in rows)]
+
+
+def notes(run: RunRecord) -> list[tuple[str, str]]:
+    """What was reported during a run: its step, and the text."""
+    found = []
+    for event in run.events:
+        step, kind = _shown(event.get("step", "")), event.get("event")
+        if kind == "warning":
+            found.append((step, _shown(event.get("text", ""))))
+        elif kind == "resume":
+            found.append((step, f"resumed from {_shown(event.get('checkpoint', 'a checkpoint'))}"))
+        elif kind == "members":
+            pause = event.get("pause_seconds")
+            seconds = f", after a pause of {pause:.2f} s" if is_finite(pause) else ""
+            found.append((step, f"{_shown(event.get('ranks'))} rank(s) train together from here on{seconds}"))
+    return found
+
+
+def _shown(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

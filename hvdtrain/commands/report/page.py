@@ -1,0 +1,103 @@
+"""The page of a report: one HTML file that needs no network."""
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.commands.report.drawing import Columns, columns_of, draw
+from hvdtrain.commands.report.figures import Figure, differences, facts, figures, notes
+from hvdtrain.commands.run_record import RunRecord
+
+_HERE = Path(__file__).parent
+
+
+def html(runs: Sequence[RunRecord], *, is_live: bool = False) -> str:
+    """The page of some runs.
+
+    Args:
+        is_live: the page asks its server for new values.
+    """
+    from bokeh.embed import components
+    from bokeh.resources import Resources
+
+    drawn = figures(runs)
+    script, places = components({each.name: draw(each) for each in drawn}) if drawn else ("", {})
+    title = ", ".join(run.name for run in runs)
+    links = " ".join(f'<a href="#{escape(_anchor(each))}">{escape(each.title)}</a>' for each in drawn)
+    sections = "\n".join(_section(each, places[each.name]) for each in drawn)
+    live = f"<script>\n{(_HERE / 'live.js').read_text()}</script>" if is_live else ""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:; font-src data:; connect-src 'self'">
+<title>{escape(title)}</title>
+<style>
+{(_HERE / "page.css").read_text()}</style>
+{Resources(mode="inline", components=["bokeh"]).render()}
+</head>
+<body data-layout="{escape(layout(drawn))}">
+<header><h1>{escape(title)}</h1><nav aria-label="Figures">{links}</nav></header>
+<main>
+<div id="tables">{tables(runs)}</div>
+{sections}
+</main>
+{script}
+{live}
+</body>
+</html>
+"""
+
+
+def layout(drawn: Iterable[Figure]) -> str:
+    """What a page must have to be filled with new values without being loaded again."""
+    return json.dumps([name for each in drawn for name in columns_of(each)])
+
+
+def values(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """What changes on a page while a run goes on."""
+    drawn = figures(runs)
+    sources: dict[str, Columns] = {name: columns for each in drawn for name, columns in columns_of(each).items()}
+    return {"layout": layout(drawn), "sources": sources, "tables": tables(runs)}
+
+
+def tables(runs: Sequence[RunRecord]) -> str:
+    """What is known about the runs, how they differ, and what happened in them."""
+    parts = []
+    if len(runs) > 1 and (different := differences(runs)):
+        head = ["option", *(run.name for run in runs)]
+        parts.append(_table("What differs", head, [[name, *shown] for name, shown in different]))
+    for run in runs:
+        title = "The run" if len(runs) == 1 else run.name
+        parts.append(_table(title, [], facts(run)))
+        if rows := notes(run):
+            parts.append(_table(f"{title}: what happened", ["step", "event"], rows))
+    if len(runs) == 1 and runs[0].config:
+        options = [(name, str(value)) for name, value in runs[0].config.items()]
+        parts.append(f"<details><summary>Options</summary>{_table('', [], options)}</details>")
+    return "".join(parts)
+
+
+def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    caption = f"<h2>{escape(title)}</h2>" if title else ""
+    first = f"<tr>{''.join(f'<th scope=col>{escape(each)}</th>' for each in head)}</tr>" if head else ""
+    body = "".join(
+        f"<tr><th scope=row>{escape(name)}</th>{''.join(f'<td>{escape(each)}</td>' for each in rest)}</tr>"
+        for name, *rest in rows
+    )
+    return f'{caption}<div class="wide"><table>{first}{body}</table></div>'
+
+
+def _section(figure: Figure, place: str) -> str:
+    return (
+        f'<section id="{escape(_anchor(figure))}"><h2>{escape(figure.title)}</h2><p>{escape(figure.says)}</p>'
+        f"{place}</section>"
+    )
+
+
+def _anchor(figure: Figure) -> str:
+    return "figure-" + "".join(each if each.isalnum() else "-" for each in figure.name)
