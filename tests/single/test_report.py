@@ -212,7 +212,9 @@ def test_a_live_page_follows_the_run(served, tmp_path):
     before = served.values()
     assert served.get(f"values.json?version={before['version']}") == (204, b"")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "train", "step": 110, "samples": 1, "elapsed_seconds": 11, "loss": 0.25}) + "\n")
+        file.write(
+            json.dumps({"event": "train", "step": 110, "samples": 1, "elapsed_seconds": 11, "loss": 0.25}) + "\n"
+        )
     began_s = time.monotonic()
     while (after := served.values())["version"] == before["version"]:
         assert time.monotonic() < began_s + 30
