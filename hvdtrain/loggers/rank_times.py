@@ -1,6 +1,5 @@
 """Logs the step times of all ranks to ``ranks.jsonl``, for ``hvdtrain report``."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,9 @@ class RankTimesReporter(Reporter):
             part = seconds[:, begin : begin + _STEPS_PER_LINE]
             first_step = last_step - num_steps + begin + 1
             place = {"first_step": first_step, "step": first_step + part.shape[1] - 1, "ranks": num_ranks}
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # All of them are NaN.
-                medians = 1000 * np.nanmedian(part, axis=1)
-            if np.isfinite(medians).all():
+            reduced = part[:, ~np.isnan(part).any(axis=(0, 2))]
+            if reduced.size:
+                medians = 1000 * np.median(reduced, axis=1)
                 self._file.append("times", {**place, **_times(medians), **shares})
 
 
