@@ -5,7 +5,7 @@ from launcher import run_cases
 
 pytestmark = pytest.mark.slow
 
-NUM_CASES, NUM_QUICK_CASES = 1015, 30
+NUM_CASES, NUM_QUICK_CASES = 1015, 22
 
 
 def test_programs_on_two_ranks(tmp_path):

@@ -59,7 +59,10 @@ def damage(paths, records) -> None:
     COLLECTIVES.barrier()
 
 
-@pytest.mark.parametrize(("gradient_accumulation_steps", "steps_per_execution"), [(1, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("gradient_accumulation_steps", "steps_per_execution"),
+    [pytest.param(1, 1, marks=pytest.mark.long), pytest.param(1, 4, marks=pytest.mark.long), (2, 2)],
+)
 def test_unreadable_records_are_skipped(gradient_accumulation_steps, steps_per_execution, folder):
     """The rank that finds one restarts its input without it while the others wait in the reduction."""
     paths = write_records(folder)
@@ -176,7 +179,7 @@ def test_a_non_finite_gradient_is_named_with_its_variable(is_large, monkeypatch)
     assert "At step 2:" in str(caught.value)
 
 
-@pytest.mark.parametrize("gradient_accumulation_steps", [1, 2])
+@pytest.mark.parametrize("gradient_accumulation_steps", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_all_ranks_skip_the_same_step(gradient_accumulation_steps):
     """A skipped step changes no momentum, weight decay, EMA or BatchNormalization either."""
     x = X.copy()

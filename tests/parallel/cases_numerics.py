@@ -133,7 +133,7 @@ class DenseGradients(keras.Model):
 @pytest.mark.parametrize(
     ("way", "name", "sparse_as_dense"),
     [
-        ("fit", "adam", False),
+        pytest.param("fit", "adam", False, marks=pytest.mark.long),
         pytest.param("fit", "adam", True, marks=pytest.mark.long),
         ("fit", "sgd_clip", False),
         ("trainer", "adamw_clip", False),
@@ -175,7 +175,11 @@ def test_accumulated_embedding_gradients_equal_those_of_one_batch():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("unmasked", marks=pytest.mark.long), "ignore_class", "both", "mean_with_sample_weight"],
+    [
+        pytest.param("unmasked", marks=pytest.mark.long),
+        pytest.param("ignore_class", marks=pytest.mark.long),
+        *("both", "mean_with_sample_weight"),
+    ],
 )
 def test_losses_that_divide_by_their_own_count(name, way):
     y, weights, loss = WORD_LABELS, None, cross_entropy(ignore_class=-1)
@@ -353,7 +357,7 @@ def test_float16_gradients_whose_sum_overflows():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", [pytest.param("bfloat16", marks=pytest.mark.long), "float16"])
 def test_pure_half_precision(policy, way):
     """Gradients are reduced in float32: what remains is the rounding of the weights."""
 

@@ -99,7 +99,7 @@ def shipped_optimizers() -> list[str]:
     )
 
 
-OFTEN = ("Adam", "AdamW", "Muon", "SGD")
+OFTEN = ("AdamW", "Muon")
 
 
 # On more ranks only some: what all optimizers share.
@@ -215,7 +215,7 @@ def test_sparse_gradients_stay_sparse_by_default(sparse_as_dense):
     assert tf.convert_to_tensor(reduced).numpy() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("groups", [None, 1, 3])
+@pytest.mark.parametrize("groups", [None, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 3))])
 def test_small_gradients_share_a_bucket(groups):
     """A large one has its own bucket; each gradient is returned averaged, in its shape."""
     shapes = [(3,), (1 << 18,), (2, 4), (), (5, 1)]

@@ -103,7 +103,10 @@ def test_equals_one_process(name, gradient_accumulation_steps, steps_per_executi
     assert difference < 1e-5
 
 
-@pytest.mark.parametrize(("name", "gradient_accumulation_steps", "steps_per_execution"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "gradient_accumulation_steps", "steps_per_execution"),
+    [*LAYOUTS[2:4], *(pytest.param(*layout, marks=pytest.mark.long) for layout in (*LAYOUTS[:2], *LAYOUTS[4:]))],
+)
 def test_equals_one_process_in_double_precision(name, gradient_accumulation_steps, steps_per_execution):
     """The digits network itself, with ReLU and max pooling: differences are too small to cross a kink."""
     keras.config.set_floatx("float64")

@@ -150,6 +150,7 @@ def test_a_newcomer_that_is_told_to_stop_while_it_joins(place, one_process, tmp_
     assert_equal_runs(tmp_path / "run", one_process)
 
 
+@pytest.mark.long
 def test_ranks_that_are_lost_before_the_first_step_and_after_the_last(tmp_path):
     events = [[1, 1, "SIGKILL", "build"], [1, 0, "SIGKILL", "end"]]
     job = ElasticJob("2:2", tmp_path, events, "--batch-size", str(GLOBAL_BATCH // 2), length=("--steps", "60"))
@@ -251,6 +252,7 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     assert found["steps"] == 130
 
 
+@pytest.mark.long
 def test_the_same_losses_lead_to_the_same_bits(tmp_path):
     """Whichever ranks are lost: the job ends before a process that is started again is ready."""
     digests = []
@@ -287,6 +289,7 @@ def one_process_with(changes: dict[int, int], epochs: int, learning_rate: float)
     return model.get_weights(), step
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_task_can_be_imported")
 def test_the_batch_and_the_learning_rate_follow_the_number_of_ranks(tmp_path):
     events = [[40, 2, "SIGKILL", "within"], [130, 0, "SIGKILL", "before"], [220, 1, "SIGTERM", "before"]]

@@ -25,7 +25,7 @@ def fit(folder: Path, *, ranks: int = 2, launcher: str = "mpirun", **spec):
     ("data", "ranks", "launcher"),
     [
         ("arrays", 2, "mpirun"),
-        ("batches", 1, ""),
+        LONG("batches", 1, ""),
         LONG("batches", 2, "horovodrun --gloo"),
         LONG("dataset", 2, "mpirun"),
         LONG("repeated", 2, "mpirun"),
