@@ -53,7 +53,10 @@ def check(folder: Path, tools: list[str]) -> None:
     """Checks metadata, the content of wheels, and what an index shows."""
     files = sorted(map(str, folder.iterdir()))
     run([*tools, "twine", "check", "--strict", *files])
-    run([*tools, "check-wheel-contents", *(each for each in files if each.endswith(".whl"))])
+    for wheel in folder.glob("*.whl"):
+        # Horovod has the same file in two of its packages.
+        ignored = ["--ignore", "W002"] if wheel.name.startswith("hvdtrain_horovod-") else []
+        run([*tools, "check-wheel-contents", *ignored, str(wheel)])
     (archive,) = folder.glob("hvdtrain-*.tar.gz")
     rated = subprocess.run([*tools, "pyroma", "--min", str(MIN_RATING), str(archive)], capture_output=True, text=True)
     print(rated.stdout, end="")
