@@ -22,8 +22,12 @@ MIN_RATING = 9
 _START_S = 20.0
 
 
-def release_source(folder: Path, repository: str) -> Path:
-    """A clone whose README and metadata point to the repository: an index shows them without its other files."""
+def release_source(folder: Path, repository: str, contact: str) -> Path:
+    """A clone whose README and metadata point to the repository: an index shows them without its other files.
+
+    Args:
+        contact: the authors' address.
+    """
     source = folder / "source"
     run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(source)])
     readme = source / "README.md"
@@ -31,9 +35,8 @@ def release_source(folder: Path, repository: str) -> Path:
     project = source / "pyproject.toml"
     urls = {"Repository": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md"}
     lines = "".join(f'{name} = "{repository}{path}"\n' for name, path in urls.items())
-    project.write_text(
-        project.read_text().replace("[project.scripts]\n", f"[project.urls]\n{lines}\n[project.scripts]\n")
-    )
+    text = project.read_text().replace("[project.scripts]\n", f"[project.urls]\n{lines}\n[project.scripts]\n")
+    project.write_text(re.sub(r'(?m)^(authors = .*)" }]$', rf'\1", email = "{contact}" }}]', text))
     return source
 
 
@@ -128,6 +131,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch/publish", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="for the distributions; must not exist")
     parser.add_argument("--repository", required=True, metavar="URL", help="where the source is: https://…/hvdtrain")
+    parser.add_argument("--contact", required=True, metavar="ADDRESS", help="the authors' e-mail address")
     parser.add_argument("--with-tests", action="store_true", help="also run the quick tests from the source archive")
     known = parser.parse_args(arguments)
     if known.folder.exists():
@@ -138,7 +142,7 @@ def main(arguments: list[str]) -> None:
     tools += [word for each in TOOLS for word in ("--with", each)]
     with tempfile.TemporaryDirectory(prefix="hvdtrain-publish-") as name:
         work = Path(name)
-        source = release_source(work, known.repository.rstrip("/"))
+        source = release_source(work, known.repository.rstrip("/"), known.contact)
         run([str(source / "launch" / "build"), str(known.folder.absolute())])
         check(known.folder, tools)
         install_and_train(known.folder, work, uv, tools)
