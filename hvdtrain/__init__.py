@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from hvdtrain import callbacks, data, elastic
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.checkpoint.config import CheckpointConfig
-    from hvdtrain.commands.report.notebook import report
     from hvdtrain.data.sharding import shard
     from hvdtrain.distributed.compression import Compression
     from hvdtrain.distributed.config import GpuConfig
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from hvdtrain.optim.gradient_tape import DistributedGradientTape
     from hvdtrain.optim.keras_calls import synchronize_batch_normalization
     from hvdtrain.optim.whole_batch import WholeBatch
+    from hvdtrain.runs.report.notebook import report
     from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
     from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
@@ -153,7 +153,7 @@ _MODULES = {
     "print_once": "distributed.own_values",
     "process_set": "distributed.runtime",
     "reduce": "distributed.own_values",
-    "report": "commands.report.notebook",
+    "report": "runs.report.notebook",
     "run": "system.function_job",
     "shard": "data.sharding",
     "synchronize_batch_normalization": "optim.keras_calls",

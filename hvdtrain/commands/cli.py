@@ -39,7 +39,7 @@ _LOCAL_MODULES = {
     "test": "self_test",
     "init": "init",
     "compare": "compare",
-    "report": "report.command",
+    "report": "report",
 }
 # Options that may be URLs of an object store.
 _PATHS = ("data_dir", "run_dir", "resume", "checkpoint", "output")

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdtrain.commands.figures import NO_FIGURE, make_figure
-from hvdtrain.commands.run_record import NOT_METRICS, RunRecord, number, read_run
 from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.runs.run_record import NOT_METRICS, RunRecord, number, read_run
 from hvdtrain.stores.urls import is_url, require_usable
 
 _FIGURES = (".png", ".svg", ".pdf")

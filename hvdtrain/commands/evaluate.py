@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.folders import open_folder
 from hvdtrain.commands.config import EvalConfig
-from hvdtrain.commands.run_files import EVALUATIONS, RunFiles, open_run_files, run_dir_of
 from hvdtrain.commands.session import Session, run_on_ranks
 from hvdtrain.commands.trained_run import TrainedRun, has_ended, open_run
 from hvdtrain.data import evaluation_dataset
@@ -21,6 +20,8 @@ from hvdtrain.loggers.json_lines import JsonLinesReporter
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
 from hvdtrain.optim.ema import keeps_ema
+from hvdtrain.runs.run_files import EVALUATIONS, RunFiles, open_run_files
+from hvdtrain.tasks.names import run_dir_of
 from hvdtrain.training.callbacks import NoCallbacks
 from hvdtrain.training.eval_step import build_metrics
 from hvdtrain.training.evaluator import Evaluator

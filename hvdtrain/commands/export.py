@@ -8,17 +8,18 @@ import keras
 
 from hvdtrain.commands.building import compile_plainly
 from hvdtrain.commands.config import ExportConfig
-from hvdtrain.commands.run_files import open_run_files, run_dir_of
 from hvdtrain.commands.session import Session, run_on_ranks
 from hvdtrain.commands.trained_run import TrainedRun, open_run
 from hvdtrain.data import evaluation_dataset
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_first_rank
 from hvdtrain.optim.ema import keep_ema_weights
+from hvdtrain.runs.run_files import open_run_files
 from hvdtrain.stores.local_copies import reading_folder
 from hvdtrain.stores.store import Store
 from hvdtrain.stores.urls import is_url, join
 from hvdtrain.system.atomic_files import replaced_on_success
+from hvdtrain.tasks.names import run_dir_of
 
 _SUFFIXES = {"keras": ".keras", "saved_model": "", "onnx": ".onnx"}
 

@@ -4,7 +4,6 @@ import contextlib
 from pathlib import Path
 
 from hvdtrain.commands.config import PredictConfig
-from hvdtrain.commands.run_files import open_run_files, run_dir_of
 from hvdtrain.commands.session import Session, run_on_ranks
 from hvdtrain.commands.trained_run import TrainedRun, open_run
 from hvdtrain.data import Source
@@ -12,9 +11,11 @@ from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.errors import DataError, HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
 from hvdtrain.optim.ema import keep_ema_weights
+from hvdtrain.runs.run_files import open_run_files
 from hvdtrain.stores.local_copies import reading_folder
 from hvdtrain.stores.store import Store
 from hvdtrain.stores.urls import is_url
+from hvdtrain.tasks.names import run_dir_of
 from hvdtrain.training.prediction import write_predictions
 from hvdtrain.training.prediction_files import require_format
 

@@ -11,7 +11,6 @@ import keras
 
 from hvdtrain.checkpoint.storage import checkpoints_in, require_ours
 from hvdtrain.commands.config import RunConfig
-from hvdtrain.commands.run_files import RANK_TIMES, checkpoints_of
 from hvdtrain.commands.run_store import RunStore
 from hvdtrain.config.fields import as_dict
 from hvdtrain.errors import DataError
@@ -21,6 +20,7 @@ from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.rank_times import RankTimesReporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.loggers.tensorboard import TensorBoardReporter
+from hvdtrain.runs.run_files import RANK_TIMES, checkpoints_of
 from hvdtrain.stores.urls import is_url, local_path
 from hvdtrain.system import environment
 from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success, require_regular, write_text

@@ -6,8 +6,8 @@ from pathlib import Path
 from hvdtrain.checkpoint.config import CHECKPOINTS
 from hvdtrain.checkpoint.folders import WRITER, open_folder
 from hvdtrain.checkpoint.storage import checkpoints_in
-from hvdtrain.commands.run_files import EVALUATIONS
 from hvdtrain.errors import DataError
+from hvdtrain.runs.run_files import EVALUATIONS
 from hvdtrain.stores.local_copies import set_aside
 from hvdtrain.stores.store import Store
 from hvdtrain.stores.urls import join

@@ -20,7 +20,6 @@ from hvdtrain.commands.building import (
 )
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.run_directory import RunDirectory, open_run_directory
-from hvdtrain.commands.run_files import run_dir_of
 from hvdtrain.commands.session import RANK_OPTIONS, Session, run_on_ranks
 from hvdtrain.config import exclusions
 from hvdtrain.config.fields import as_dict, facts_of, with_options
@@ -35,7 +34,7 @@ from hvdtrain.seams import keras_internals
 from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
 from hvdtrain.system.supervisor_client import note_listener
-from hvdtrain.tasks.names import short_name
+from hvdtrain.tasks.names import run_dir_of, short_name
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.rescaling import rescale_learning_rate
 from hvdtrain.training.trainer import Trainer

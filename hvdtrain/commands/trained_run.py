@@ -11,13 +11,13 @@ from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
 from hvdtrain.checkpoint.folders import newest_manifest
 from hvdtrain.commands.building import local_data_dir, make_model, read_task
 from hvdtrain.commands.config import RunConfig
-from hvdtrain.commands.run_files import RunFiles
 from hvdtrain.config.fields import option_names, shown, with_options
 from hvdtrain.data import Data, evaluation_dataset
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import build_optimizer
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.runs.run_files import RunFiles
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report
 from hvdtrain.tasks.names import BUILT_IN

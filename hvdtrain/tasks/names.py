@@ -77,6 +77,11 @@ def missing_module(name: str, why: str) -> UsageError:
     )
 
 
+def run_dir_of(run_dir: str | None, task: str) -> str:
+    """The path or URL of a run of a task: ``--run-dir``, or the default."""
+    return run_dir or f"runs/{short_name(task)}"
+
+
 def import_from_here() -> None:
     """Lets modules in the current folder be imported: a script's path starts with the script's own folder."""
     if str(Path.cwd()) not in sys.path and "" not in sys.path:

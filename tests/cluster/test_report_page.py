@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "single"))
 
 from test_report import make_run
 
-from hvdtrain.commands.report import page
-from hvdtrain.commands.run_record import read_run
+from hvdtrain.runs.report import page
+from hvdtrain.runs.run_record import read_run
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.commands import cli
-from hvdtrain.commands.run_record import read_run
+from hvdtrain.runs.run_record import read_run
 
 
 def started(*words: object, code: int = 0, cwd: Path | None = None) -> str:

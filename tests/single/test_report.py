@@ -14,12 +14,12 @@ import pytest
 
 import hvdtrain
 from hvdtrain.commands import cli
-from hvdtrain.commands.report import page, step_parts
-from hvdtrain.commands.report.figures import differences, figures, notes
-from hvdtrain.commands.run_record import read_run
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.loggers.rank_times import RankTimesReporter
 from hvdtrain.loggers.reporter import RunShape
+from hvdtrain.runs.report import page, step_parts
+from hvdtrain.runs.report.figures import differences, figures, notes
+from hvdtrain.runs.run_record import read_run
 
 SHAPE = RunShape(2000, 100)
 

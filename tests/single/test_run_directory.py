@@ -14,11 +14,11 @@ from small_checkpoints import checkpointer
 from hvdtrain.commands import run_directory, trained_run
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.run_directory import NoRunDirectory, open_run_directory
-from hvdtrain.commands.run_files import RunFiles
 from hvdtrain.commands.trained_run import has_ended
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DataError, JobError
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
+from hvdtrain.runs.run_files import RunFiles
 from hvdtrain.system import atomic_files
 
 

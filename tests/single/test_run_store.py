@@ -7,8 +7,8 @@ import pytest
 
 from hvdtrain.commands import cli
 from hvdtrain.commands.run_directory import OwnedRunDirectory, open_run_directory
-from hvdtrain.commands.run_files import EVALUATIONS, open_run_files
 from hvdtrain.errors import DataError, StoreError
+from hvdtrain.runs.run_files import EVALUATIONS, open_run_files
 from hvdtrain.stores.store import Store
 
 

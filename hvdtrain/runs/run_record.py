@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.run_files import RANK_TIMES, RunFiles, open_run_files
 from hvdtrain.errors import DataError
+from hvdtrain.runs.run_files import RANK_TIMES, RunFiles, open_run_files
 from hvdtrain.system.json_files import read_lines, read_object
 
 FILES = ("summary.json", "metrics.jsonl", "config.json", RANK_TIMES)

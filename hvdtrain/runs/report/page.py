@@ -6,9 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.report.drawing import Columns, columns_of, draw
-from hvdtrain.commands.report.figures import Figure, differences, facts, figures, notes
-from hvdtrain.commands.run_record import RunRecord
+from hvdtrain.runs.report.drawing import Columns, columns_of, draw
+from hvdtrain.runs.report.figures import Figure, differences, facts, figures, notes
+from hvdtrain.runs.run_record import RunRecord
 
 _HERE = Path(__file__).parent
 

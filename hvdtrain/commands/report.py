@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdtrain.commands.report import page
-from hvdtrain.commands.report.drawing import require_bokeh
-from hvdtrain.commands.report.serving import LOOPBACK, LiveRuns, make_server
-from hvdtrain.commands.run_record import read_run
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.runs.report import page
+from hvdtrain.runs.report.drawing import require_bokeh
+from hvdtrain.runs.report.serving import LOOPBACK, LiveRuns, make_server
+from hvdtrain.runs.run_record import read_run
 from hvdtrain.stores.urls import is_url, require_usable
 from hvdtrain.system.atomic_files import write_text
 

@@ -11,7 +11,6 @@ from hvdtrain.stores.store import Store
 from hvdtrain.stores.urls import is_url, join
 from hvdtrain.system.atomic_files import remove
 from hvdtrain.system.terminal import report
-from hvdtrain.tasks.names import short_name
 
 RANK_TIMES = "ranks.jsonl"
 """The step times of all ranks."""
@@ -82,8 +81,3 @@ def open_run_files(run_dir: str | Path) -> Iterator[RunFiles]:
 def checkpoints_of(run_dir: str | Path) -> str | Path:
     """The path or URL of the checkpoints of a run."""
     return join(str(run_dir), CHECKPOINTS) if is_url(run_dir) else Path(run_dir) / CHECKPOINTS
-
-
-def run_dir_of(run_dir: str | None, task: str) -> str:
-    """The path or URL of a run of a task: ``--run-dir``, or the default."""
-    return run_dir or f"runs/{short_name(task)}"

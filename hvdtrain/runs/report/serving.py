@@ -8,9 +8,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from hvdtrain.commands.report import page
-from hvdtrain.commands.run_record import RunRecord
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.runs.report import page
+from hvdtrain.runs.run_record import RunRecord
 
 _READ_EVERY_S = 1.0
 LOOPBACK = "127.0.0.1"

@@ -3,10 +3,10 @@
 from html import escape
 from pathlib import Path
 
-from hvdtrain.commands.report import page
-from hvdtrain.commands.report.drawing import require_bokeh
-from hvdtrain.commands.run_record import read_run
 from hvdtrain.errors import UsageError
+from hvdtrain.runs.report import page
+from hvdtrain.runs.report.drawing import require_bokeh
+from hvdtrain.runs.run_record import read_run
 from hvdtrain.system.atomic_files import write_text
 
 _HEIGHT_PIXELS = 900

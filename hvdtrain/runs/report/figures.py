@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.commands.report import step_parts
-from hvdtrain.commands.run_record import NOT_METRICS, RunRecord, is_finite
+from hvdtrain.runs.report import step_parts
+from hvdtrain.runs.run_record import NOT_METRICS, RunRecord, is_finite
 
 _MAX_POINTS = 2000
 """The most points of a line: a page stays small, whatever the length of the run."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from hvdtrain.commands.report.figures import Areas, Bars, Cells, Figure, Lines
 from hvdtrain.errors import UsageError
+from hvdtrain.runs.report.figures import Areas, Bars, Cells, Figure, Lines
 
 Columns = dict[str, list[Any]]
 

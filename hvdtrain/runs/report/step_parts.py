@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvdtrain.commands.run_record import is_finite
+from hvdtrain.runs.run_record import is_finite
 
 _TIMES = ("input_ms", "ready_ms", "reduction_ms")
 

@@ -1,0 +1,1 @@
+"""Runs as their files describe them, for all that reads runs: their files, records and reports."""
