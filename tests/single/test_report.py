@@ -188,7 +188,7 @@ class Served:
         self.url = self.process.stdout.readline().split()[0]
 
     def get(self, path="", **headers):
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers), timeout=60) as answer:
             return answer.status, answer.read()
 
     def values(self):
@@ -196,7 +196,7 @@ class Served:
 
     def end(self):
         self.process.send_signal(signal.SIGINT)
-        return self.process.communicate(timeout=10)
+        return self.process.communicate(timeout=60)
 
 
 @pytest.fixture

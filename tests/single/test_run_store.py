@@ -73,7 +73,7 @@ def test_files_follow_each_checkpoint_of_a_run(url, cache, uploads, restored_sig
     uploads.clear()
     cache("empty disk")
     assert cli.main(["--steps", "6", *options]) == 0
-    marks = [name for name in uploads if name.endswith(("SHA256SUMS", ".jsonl", "summary.json", "model.keras"))]
+    marks = [name for name in uploads if name.endswith(("SHA256SUMS", "metrics.jsonl", "summary.json", "model.keras"))]
     first, second = (f"step-0000000{step}/SHA256SUMS" for step in (4, 6))
     # The second time, only if the lines of the last steps were not there the first time: uploads run in the background.
     logs = ["metrics.jsonl"] * (marks.count("metrics.jsonl") - 1)
