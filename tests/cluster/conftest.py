@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "launch" / "lab"), str(ROOT / "tests" / "parallel")]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks at the groups
 def pytest_collection_modifyitems(items):
     """Tests on virtual hosts run one after the other: these have fixed names."""
     for item in items:
