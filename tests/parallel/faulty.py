@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from hvdtrain.training.train_step import TrainStep  # noqa: E402
 SPEC = json.loads(sys.argv[1])
 RANK = environment.launcher().rank
 run, sync, training_dataset = TrainStep.run, atomic_files.sync, feeds.training_dataset
-run_quorum, balance = QuorumStrategy.run, LoadBalancer.exchange
+run_quorum, balance = QuorumStrategy.run, LoadBalancer.rebalance
 
 
 def mark_time() -> None:
@@ -88,15 +87,9 @@ def run_quorum_with_fault(strategy: QuorumStrategy, max_steps: int) -> None:
 
 def balance_by_speeds(balancer: LoadBalancer) -> None:
     """Measured times would differ between runs."""
-    times, exchange = balancer.times, balancer.times.exchange
-
-    def exchange_given_times() -> None:
-        exchange()
-        seconds = [size / speed for size, speed in zip(balancer.rank_batch_sizes, SPEC["speeds"], strict=True)]
-        times.all_steps[-1][:, :, 1] = np.array(seconds)[:, None]
-
-    with mock.patch.object(times, "exchange", exchange_given_times):
-        balance(balancer)
+    seconds = [size / speed for size, speed in zip(balancer.rank_batch_sizes, SPEC["speeds"], strict=True)]
+    balancer.times.all_steps[-1][:, :, 1] = np.array(seconds)[:, None]
+    balance(balancer)
 
 
 def slow_input(*arguments, **options):
@@ -141,7 +134,7 @@ else:
     if "sync_s" in SPEC:
         atomic_files.sync = slow_sync
 if "speeds" in SPEC:
-    LoadBalancer.exchange = balance_by_speeds
+    LoadBalancer.rebalance = balance_by_speeds
 code = main(sys.argv[2:])
 if "made" in SPEC:
     Path(SPEC["made"], f"rank{RANK}").write_text(str(run_with_fault.completed))
