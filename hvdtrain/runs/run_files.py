@@ -10,6 +10,7 @@ from hvdtrain.stores.local_copies import reading_folder
 from hvdtrain.stores.store import Store
 from hvdtrain.stores.urls import is_url, join
 from hvdtrain.system.atomic_files import remove
+from hvdtrain.system.bounded_files import MAX_LINES_BYTES
 from hvdtrain.system.terminal import report
 
 RANK_TIMES = "ranks.jsonl"
@@ -52,11 +53,13 @@ class StoredRunFiles(RunFiles):
         if self._folder is None:
             self._folder = self._stack.enter_context(reading_folder())
         path = self._folder / name
-        content = self._store.read(name)
-        if content is None:
-            remove(path)
-        else:
-            path.write_bytes(content)
+        remove(path)
+        stat = self._store.files(name).get(name)
+        if stat is not None:
+            if stat.size > MAX_LINES_BYTES:
+                raise StoreError(f"{join(self.name, name)} must have at most {MAX_LINES_BYTES >> 20} MiB")
+            # Not read into memory: a log grows with its run.
+            self._store.download(name, path)
         return path
 
     def upload(self, name: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.runs.run_files import RANK_TIMES, RunFiles, open_run_files
+from hvdtrain.runs.run_files import RANK_TIMES, open_run_files
 from hvdtrain.system.json_files import read_lines, read_object
 
 FILES = ("summary.json", "metrics.jsonl", "config.json", RANK_TIMES)
@@ -52,26 +52,21 @@ def read_run(run_dir: str | Path) -> RunRecord:
         DataError: it holds none of them, or the object store cannot be read.
     """
     with open_run_files(run_dir) as files:
-        return read_files(files)
-
-
-def read_files(files: RunFiles) -> RunRecord:
-    """Reads the files of a run as they are now; see :func:`read_run`."""
-    try:
-        paths = {name: files.path_of(name) for name in FILES}
-        if not any(path.exists() for path in paths.values()):
-            raise DataError(
-                f"RUN must be a run directory. Received: {files.name!r}, which has none of {', '.join(FILES)}."
+        try:
+            paths = {name: files.path_of(name) for name in FILES}
+            if not any(path.exists() for path in paths.values()):
+                raise DataError(
+                    f"RUN must be a run directory. Received: {files.name!r}, which has none of {', '.join(FILES)}."
+                )
+            return RunRecord(
+                files.name,
+                _object_in(paths["summary.json"]),
+                _object_in(paths["config.json"]),
+                _lines_of(paths["metrics.jsonl"]),
+                _lines_of(paths[RANK_TIMES]),
             )
-        return RunRecord(
-            files.name,
-            _object_in(paths["summary.json"]),
-            _object_in(paths["config.json"]),
-            _lines_of(paths["metrics.jsonl"]),
-            _lines_of(paths[RANK_TIMES]),
-        )
-    except ValueError as error:  # a null character
-        raise DataError(f"RUN must be the folder of a run. Received: {files.name!r} ({error})") from error
+        except ValueError as error:  # a null character
+            raise DataError(f"RUN must be the folder of a run. Received: {files.name!r} ({error})") from error
 
 
 def number(value: object) -> float | None:

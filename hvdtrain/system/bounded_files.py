@@ -7,9 +7,9 @@ from pathlib import Path
 from hvdtrain.system.atomic_files import require_regular
 
 MAX_BYTES = 64 << 20
-"""The largest file that is read as a whole: a manifest, a summary, a list of checksums."""
-_MAX_LINE_BYTES = 1 << 20
-_MAX_LINES_BYTES = 4 << 30
+"""The largest file, or line of a log, that is read as a whole: a manifest, a summary, a list of checksums."""
+MAX_LINES_BYTES = 4 << 30
+"""The largest log that is read line by line."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -27,20 +27,20 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file, with their ends, without those of more than 1 MiB.
+    """Yields the lines of a file, with their ends, without those of more than ``MAX_BYTES``.
 
     Raises:
-        OSError: the file is missing, not a regular one, has more than 4 GiB, or cannot be read.
+        OSError: the file is missing, not a regular one, has more than ``MAX_LINES_BYTES``, or cannot be read.
     """
     require_regular(path)
-    if path.stat().st_size > _MAX_LINES_BYTES:
-        raise _too_large(path, _MAX_LINES_BYTES)
+    if path.stat().st_size > MAX_LINES_BYTES:
+        raise _too_large(path, MAX_LINES_BYTES)
     with path.open("rb") as file:
-        while line := file.readline(_MAX_LINE_BYTES):
-            if len(line) < _MAX_LINE_BYTES or line.endswith(b"\n"):
+        while line := file.readline(MAX_BYTES):
+            if len(line) < MAX_BYTES or line.endswith(b"\n"):
                 yield line
                 continue
-            while (line := file.readline(_MAX_LINE_BYTES)) and not line.endswith(b"\n"):
+            while (line := file.readline(MAX_BYTES)) and not line.endswith(b"\n"):
                 pass
 
 

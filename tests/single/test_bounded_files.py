@@ -8,6 +8,7 @@ from hvdtrain.checkpoint import storage
 from hvdtrain.checkpoint.rank_file import RankFileReader
 from hvdtrain.commands.trained_run import has_ended
 from hvdtrain.errors import StoreError
+from hvdtrain.runs.run_record import read_run
 from hvdtrain.stores.store import Store
 from hvdtrain.system import bounded_files, json_files
 
@@ -35,7 +36,8 @@ def test_lines(huge):
         json_files.read_lines(huge)
 
 
-def test_a_long_line_is_left_out(tmp_path):
+def test_a_long_line_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(bounded_files, "MAX_BYTES", 1 << 20)
     path = tmp_path / "metrics.jsonl"
     long = json.dumps({"text": "x" * 3_000_000})
     path.write_text('{"step": 1}\n' + long + '\n{"step": 2}\n{"cut')
@@ -68,3 +70,12 @@ def test_a_file_of_an_object_store(huge):
     (huge.parent / "empty").touch()
     assert store.read("empty") == b""
     assert store.read("missing") is None
+
+
+def test_a_log_in_an_object_store_may_be_longer_than_what_is_read_into_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("hvdtrain.stores.store.MAX_BYTES", 10)
+    (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "loss": 2.0}\n')
+    assert read_run(tmp_path.as_uri()).points("train", "loss") == [[2.0]]
+    monkeypatch.setattr("hvdtrain.runs.run_files.MAX_LINES_BYTES", 10)
+    with pytest.raises(StoreError, match=r"metrics\.jsonl must have at most"):
+        read_run(tmp_path.as_uri())
