@@ -13,7 +13,7 @@ _STEPS_PER_LINE = 64
 _MAX_RANKS = 64
 """The most ranks that are logged one by one."""
 _NUM_SLOWEST = 10
-QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _PARTS = ("input_ms", "ready_ms", "reduction_ms")
 
 
@@ -53,7 +53,7 @@ def _times(medians: np.ndarray) -> dict[str, Any]:
     ready = medians[:, _PARTS.index("ready_ms")]
     slowest = np.argsort(ready)[: -_NUM_SLOWEST - 1 : -1]
     return {
-        **{name: _rounded(np.quantile(medians[:, i], QUANTILES)) for i, name in enumerate(_PARTS)},
+        **{name: _rounded(np.quantile(medians[:, i], _QUANTILES)) for i, name in enumerate(_PARTS)},
         "slowest": [[int(rank), _rounded(ready[[rank]])[0]] for rank in slowest],
     }
 

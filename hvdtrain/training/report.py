@@ -107,10 +107,9 @@ class TrainingReport:
         self._reporter.progressed(self._progress.step, {**single_numbers(self.epoch_so_far()), **gauges})
 
     def rank_times(self) -> None:
-        """Reports the step times of all ranks that were exchanged since the last call."""
-        seconds = self._time_shares.take_new()
-        if seconds is not None:
-            self._reporter.rank_times(self._progress.step, seconds, self._balancer.rank_batch_sizes)
+        """Reports the step times of all ranks that were exchanged last."""
+        seconds = self._time_shares.all_steps[-1]
+        self._reporter.rank_times(self._progress.step, seconds, self._balancer.rank_batch_sizes)
 
     def histograms(self) -> None:
         """Reports histograms of weights, gradients and activations."""

@@ -166,7 +166,6 @@ class TimeShares:
         self._host = host
         self.all_steps: list[np.ndarray] = []
         """What was exchanged so far: of each exchange, what :meth:`StepTimes.drain` returned, ``[ranks, steps, 3]``."""
-        self._num_taken = 0
 
     @property
     def micro_batches(self) -> int:
@@ -177,17 +176,10 @@ class TimeShares:
         """Forgets the steps so far: other ranks made them."""
         self._times.drain()
         self.all_steps.clear()
-        self._num_taken = 0
 
     def exchange(self) -> None:
         """Gathers the step times before they are overwritten; all ranks must call it every 512 steps."""
         self.all_steps.append(np.stack(self._collectives.allgather(self._times.drain())))
-
-    def take_new(self) -> np.ndarray | None:
-        """What was exchanged since this was last called, ``[ranks, steps, 3]``; None if that is nothing."""
-        new = self.all_steps[self._num_taken :]
-        self._num_taken = len(self.all_steps)
-        return np.concatenate(new, axis=1) if any(each.shape[1] for each in new) else None
 
     def summary(self, step_ms: float, remedies: Collection[str] = REMEDIES) -> dict[str, Any]:
         """Fractions of a step of ``step_ms`` milliseconds on average, and the skew; all ranks must call it.
