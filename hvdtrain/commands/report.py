@@ -1,13 +1,15 @@
 """``hvdtrain report``: writes the page of some runs, or serves it."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.runs.report import page
 from hvdtrain.runs.report.drawing import require_bokeh
 from hvdtrain.runs.report.serving import LOOPBACK, LiveRuns, make_server
-from hvdtrain.runs.run_record import read_run
+from hvdtrain.runs.run_files import open_run_files
+from hvdtrain.runs.run_record import read_files, read_run
 from hvdtrain.stores.urls import is_url, require_usable
 from hvdtrain.system.atomic_files import write_text
 
@@ -32,9 +34,10 @@ def run(
     for each in runs:
         if is_url(each):
             require_usable("RUN", each)
-    live = LiveRuns(lambda: [read_run(each) for each in runs])
     if serve:
-        return _serve(live, address, port)
+        with ExitStack() as stack:
+            opened = [stack.enter_context(open_run_files(each)) for each in runs]
+            return _serve(LiveRuns(lambda: list(map(read_files, opened))), address, port)
     try:
         write_text(output, page.html([read_run(each) for each in runs]))
     except OSError as error:

@@ -20,7 +20,7 @@ from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.rank_times import RankTimesReporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.loggers.tensorboard import TensorBoardReporter
-from hvdtrain.runs.run_files import RANK_TIMES, checkpoints_of
+from hvdtrain.runs.run_files import PROVENANCE, RANK_TIMES, checkpoints_of
 from hvdtrain.stores.urls import is_url, local_path
 from hvdtrain.system import environment
 from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success, require_regular, write_text
@@ -65,8 +65,8 @@ class RunDirectory(Protocol):
     def finished_run(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
         """Configuration and summary of a completed run in this folder; None if there is none."""
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the configuration."""
+    def write_config(self, config: Mapping[str, Any], made_with: Mapping[str, Any] | None = None) -> None:
+        """Writes the configuration, and what the run is made with."""
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
         """Writes the model and the summary."""
@@ -98,7 +98,7 @@ class NoRunDirectory:
     def finished_run(self) -> None:
         return None
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
+    def write_config(self, config: Mapping[str, Any], made_with: Mapping[str, Any] | None = None) -> None:
         pass
 
     def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
@@ -194,7 +194,7 @@ class OwnedRunDirectory:
             report(0, f"{self.path / name} cannot be read ({error}); treating the run as incomplete.")
             return None
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
+    def write_config(self, config: Mapping[str, Any], made_with: Mapping[str, Any] | None = None) -> None:
         """Raises DataError if the files cannot be written."""
         self._config = config
         try:
@@ -203,6 +203,8 @@ class OwnedRunDirectory:
             if self._store is not None:
                 self._store.delete(_SUMMARY)
             _write_object(self.path / _CONFIG, config)
+            if made_with is not None:
+                _write_object(self.path / PROVENANCE, made_with)
             self.publish()
         except OSError as error:
             raise DataError(

@@ -19,6 +19,7 @@ from hvdtrain.commands.building import (
     with_task_defaults,
 )
 from hvdtrain.commands.config import RunConfig
+from hvdtrain.commands.provenance import provenance
 from hvdtrain.commands.run_directory import RunDirectory, open_run_directory
 from hvdtrain.commands.session import RANK_OPTIONS, Session, run_on_ranks
 from hvdtrain.config import exclusions
@@ -33,6 +34,7 @@ from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.seams import keras_internals
 from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
+from hvdtrain.system.network import host_name
 from hvdtrain.system.supervisor_client import note_listener
 from hvdtrain.tasks.names import run_dir_of, short_name
 from hvdtrain.tasks.task import Task
@@ -79,7 +81,7 @@ def run(config: RunConfig | None, refused: HvdtrainError | None) -> int:
             if on_first_rank(lambda: _is_complete(config, run.directory, trainer), collectives):
                 run.reporter.already_complete(trainer.total_steps, run.directory.name)
             else:
-                run.train(trainer)
+                run.train(trainer, data)
         finally:
             run.reporter.close()
         run.directory.publish_logs()
@@ -133,12 +135,14 @@ class Run:
             collectives=session.collectives,
         )
 
-    def train(self, trainer: Trainer) -> None:
+    def train(self, trainer: Trainer, data: Data) -> None:
         """Trains, and writes the run's results."""
         config, task, collectives = self._config, self._task, self._session.collectives
 
         def start(restored: Restored | None) -> None:
-            on_every_rank(lambda: self.directory.write_config(as_dict(config)), collectives)
+            hosts = collectives.allgather(host_name())
+            made_with = on_every_rank(lambda: provenance(hosts, data.training.facts()), collectives)
+            on_every_rank(lambda: self.directory.write_config(as_dict(config), made_with), collectives)
             self.reporter.started(_facts(config, trainer), trainer.shape)
             if restored is not None:
                 self._rescale_learning_rate(trainer.model, restored.manifest["ranks"])

@@ -82,6 +82,11 @@ class BadSampleQuota:
         self._places |= {each.where for each in bad}
         self._require_allowed(bad)
 
+    @property
+    def num_known(self) -> int:
+        """The number of distinct samples of which this rank knows that they are skipped."""
+        return len(self._places)
+
     def total(self) -> int:
         """The number of distinct samples skipped by any rank. Collective: all ranks must call it.
 

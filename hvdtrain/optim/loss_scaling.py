@@ -19,6 +19,12 @@ def overflowed_steps(optimizer: keras.optimizers.Optimizer, steps: int) -> int:
     return steps - int(keras_internals.ITERATIONS.of(leaf).numpy()) // (leaf.gradient_accumulation_steps or 1)
 
 
+def loss_scale(optimizer: keras.optimizers.Optimizer) -> float | None:
+    """The factor by which losses are multiplied now; None without loss scaling."""
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and optimizer.built
+    return float(optimizer.dynamic_scale.numpy()) if scales else None
+
+
 def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int, *, rank: int | None = None) -> None:
     """Distinguishes a NaN from an overflow: at such a small scale nothing overflows.
 
@@ -28,12 +34,11 @@ def require_usable_loss_scale(optimizer: keras.optimizers.Optimizer, step: int, 
     Raises:
         NonFiniteError: the scale has been halved too often.
     """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and optimizer.built:
-        scale = float(optimizer.dynamic_scale.numpy())
-        if scale < _SMALLEST_SCALE:
-            raise NonFiniteError(
-                f"loss and gradients must be finite. At step {step} the loss scale has fallen to {scale:g}: the loss "
-                "itself is not finite, or a gradient is at any scale. Lower the learning rate, clip gradients "
-                f"({option('clip_norm', argument='global_clipnorm')}), or use bfloat16.",
-                rank=rank,
-            )
+    scale = loss_scale(optimizer)
+    if scale is not None and scale < _SMALLEST_SCALE:
+        raise NonFiniteError(
+            f"loss and gradients must be finite. At step {step} the loss scale has fallen to {scale:g}: the loss "
+            "itself is not finite, or a gradient is at any scale. Lower the learning rate, clip gradients "
+            f"({option('clip_norm', argument='global_clipnorm')}), or use bfloat16.",
+            rank=rank,
+        )

@@ -7,7 +7,7 @@ from pathlib import Path
 from hvdtrain.checkpoint.config import CHECKPOINTS
 from hvdtrain.errors import StoreError
 from hvdtrain.stores.local_copies import reading_folder
-from hvdtrain.stores.store import Store
+from hvdtrain.stores.store import Stat, Store
 from hvdtrain.stores.urls import is_url, join
 from hvdtrain.system.atomic_files import remove
 from hvdtrain.system.bounded_files import MAX_LINES_BYTES
@@ -15,6 +15,10 @@ from hvdtrain.system.terminal import report
 
 RANK_TIMES = "ranks.jsonl"
 """The step times of all ranks."""
+PROVENANCE = "provenance.json"
+"""What the run is made with: versions, hosts, code and data."""
+BENCH = "bench.json"
+"""What ``bench`` writes to its folder."""
 EVALUATIONS = "evaluations.jsonl"
 """What ``eval`` appends its results to."""
 
@@ -47,19 +51,23 @@ class StoredRunFiles(RunFiles):
         self._store = Store(url)
         self._stack = stack
         self._folder: Path | None = None
+        self._downloaded: dict[str, Stat] = {}
 
     def path_of(self, name: str) -> Path:
         """See :meth:`RunFiles.path_of`. Raises StoreError if the store cannot be read."""
         if self._folder is None:
             self._folder = self._stack.enter_context(reading_folder())
         path = self._folder / name
-        remove(path)
         stat = self._store.files(name).get(name)
+        if stat is not None and stat.version and stat == self._downloaded.get(name):
+            return path
+        remove(path)
         if stat is not None:
             if stat.size > MAX_LINES_BYTES:
                 raise StoreError(f"{join(self.name, name)} must have at most {MAX_LINES_BYTES >> 20} MiB")
             # Not read into memory: a log grows with its run.
             self._store.download(name, path)
+            self._downloaded[name] = stat
         return path
 
     def upload(self, name: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import DataError
-from hvdtrain.runs.run_files import RANK_TIMES, open_run_files
+from hvdtrain.runs.run_files import BENCH, PROVENANCE, RANK_TIMES, RunFiles, open_run_files
 from hvdtrain.system.json_files import read_lines, read_object
 
-FILES = ("summary.json", "metrics.jsonl", "config.json", RANK_TIMES)
+FILES = ("summary.json", "metrics.jsonl", "config.json", RANK_TIMES, PROVENANCE, BENCH)
 NOT_METRICS = ("event", "time", "step", "epoch", "samples", "elapsed_seconds")
 """Fields of a line of ``metrics.jsonl`` that are neither a loss nor a metric."""
 
@@ -26,6 +26,10 @@ class RunRecord:
     """The lines of ``metrics.jsonl``."""
     rank_times: list[dict[str, Any]]
     """The lines of ``ranks.jsonl``."""
+    provenance: dict[str, Any]
+    """What it is made with."""
+    bench: dict[str, Any]
+    """What ``bench`` measured; its folder may be read like a run."""
 
     def of_kind(self, event: str) -> list[dict[str, Any]]:
         """The lines of an event, in order."""
@@ -46,27 +50,34 @@ class RunRecord:
 
 
 def read_run(run_dir: str | Path) -> RunRecord:
-    """Reads a run directory, or its URL; files that are missing or damaged count as empty.
+    """Reads a run directory, or its URL; raises what :func:`read_files` raises."""
+    with open_run_files(run_dir) as files:
+        return read_files(files)
+
+
+def read_files(files: RunFiles) -> RunRecord:
+    """Reads the files of a run; those that are missing or damaged count as empty.
 
     Raises:
-        DataError: it holds none of them, or the object store cannot be read.
+        DataError: there are none of them, or the object store cannot be read.
     """
-    with open_run_files(run_dir) as files:
-        try:
-            paths = {name: files.path_of(name) for name in FILES}
-            if not any(path.exists() for path in paths.values()):
-                raise DataError(
-                    f"RUN must be a run directory. Received: {files.name!r}, which has none of {', '.join(FILES)}."
-                )
-            return RunRecord(
-                files.name,
-                _object_in(paths["summary.json"]),
-                _object_in(paths["config.json"]),
-                _lines_of(paths["metrics.jsonl"]),
-                _lines_of(paths[RANK_TIMES]),
+    try:
+        paths = {name: files.path_of(name) for name in FILES}
+        if not any(path.exists() for path in paths.values()):
+            raise DataError(
+                f"RUN must be a run directory. Received: {files.name!r}, which has none of {', '.join(FILES)}."
             )
-        except ValueError as error:  # a null character
-            raise DataError(f"RUN must be the folder of a run. Received: {files.name!r} ({error})") from error
+        return RunRecord(
+            files.name,
+            _object_in(paths["summary.json"]),
+            _object_in(paths["config.json"]),
+            _lines_of(paths["metrics.jsonl"]),
+            _lines_of(paths[RANK_TIMES]),
+            _object_in(paths[PROVENANCE]),
+            _object_in(paths[BENCH]),
+        )
+    except ValueError as error:  # a null character
+        raise DataError(f"RUN must be the folder of a run. Received: {files.name!r} ({error})") from error
 
 
 def number(value: object) -> float | None:

@@ -13,7 +13,7 @@ from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.loggers.config import LoggingConfig
 from hvdtrain.loggers.progress_bar import console_reporter
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter, RunShape
-from hvdtrain.optim.loss_scaling import overflowed_steps
+from hvdtrain.optim.loss_scaling import loss_scale, overflowed_steps
 from hvdtrain.optim.pipeline import require_pipeline
 from hvdtrain.system.gpu_usage import gpu_gauges
 from hvdtrain.system.terminal import stdout_is_terminal
@@ -101,10 +101,24 @@ class TrainingReport:
             "gradient_norm": self._record.norm(),
             **self._balancer.gauges(),
             **self._strategy.gauges(),
+            **self._lost(),
             **gpu_gauges(),
             **(clock.speed_since_last(self._feed.plan.global_batch_size) if clock.has_timed else {}),
         }
         self._reporter.progressed(self._progress.step, {**single_numbers(self.epoch_so_far()), **gauges})
+
+    def _lost(self) -> dict[str, float]:
+        """What steps lost, as far as this rank knows: only what there is."""
+        found = {
+            "loss_scale": loss_scale(self._model.optimizer),
+            "skipped_steps": self._skipped_steps(),
+            "bad_samples": self._quota.num_known,
+            "compression_error": self._record.compression_error(),
+        }
+        return {name: value for name, value in found.items() if value}
+
+    def _skipped_steps(self) -> int:
+        return self._record.skipped_steps() + overflowed_steps(self._model.optimizer, self._strategy.updates)
 
     def rank_times(self) -> None:
         """Reports the step times of all ranks that were exchanged last."""
@@ -124,7 +138,6 @@ class TrainingReport:
         """A run's ``summary.json``, except for what only the command line knows."""
         plan, progress, strategy = self._feed.plan, self._progress, self._strategy
         shape = self.shape(progress.step)
-        skipped = self._record.skipped_steps() + overflowed_steps(self._model.optimizer, strategy.updates)
         return {
             "mode": strategy.mode,
             "ranks": plan.size,
@@ -138,7 +151,7 @@ class TrainingReport:
             "wall_seconds": clock.wall_seconds(),
             **self._speed(clock),
             "bytes_reduced": strategy.bytes_reduced,
-            "skipped_steps": strategy.total(skipped),
+            "skipped_steps": strategy.total(self._skipped_steps()),
             "bad_samples": self._quota.total(),
             "compression_error": self._record.compression_error(),
             **strategy.summary(),

@@ -18,8 +18,11 @@ from hvdtrain.errors import DataError, UsageError
 from hvdtrain.loggers.rank_times import RankTimesReporter
 from hvdtrain.loggers.reporter import RunShape
 from hvdtrain.runs.report import page, step_parts
-from hvdtrain.runs.report.figures import differences, figures, notes
-from hvdtrain.runs.run_record import read_run
+from hvdtrain.runs.report.facts import differences, made_with, notes
+from hvdtrain.runs.report.figures import figures
+from hvdtrain.runs.run_files import open_run_files
+from hvdtrain.runs.run_record import read_files, read_run
+from hvdtrain.stores.store import Store
 
 SHAPE = RunShape(2000, 100)
 
@@ -103,7 +106,9 @@ def test_the_page_needs_no_network_and_what_a_run_says_is_text(tmp_path):
 
 def test_several_runs_are_drawn_together_with_what_differs(tmp_path):
     runs = [read_run(make_run(tmp_path / name, batch_size=size)) for name, size in (("a", 32), ("b", 64))]
-    assert differences(runs) == [("batch_size", ["32", "64"])]
+    (tmp_path / "b" / "provenance.json").write_text(json.dumps({"code": {"train.py": "1a2b"}, "versions": {}, "x": 3}))
+    runs[1] = read_run(tmp_path / "b")
+    assert differences(runs) == [("batch_size", ["32", "64"]), ("code: train.py", ["None", "1a2b"])]
     found = {each.name: each for each in figures(runs)}
     assert len(found["loss-step"].lines) == 4
     assert not {"ranks", "step-parts", "members"} & set(found)
@@ -111,6 +116,103 @@ def test_several_runs_are_drawn_together_with_what_differs(tmp_path):
     html = hvdtrain.report(*(run.name for run in runs))._repr_html_()
     assert html.startswith("<iframe")
     assert "What differs" in html
+
+
+def test_what_steps_lost_is_drawn(tmp_path):
+    folder = make_run(tmp_path / "run")
+    lost = {"loss_scale": 16384.0, "skipped_steps": 1, "bad_samples": 2, "compression_error": 0.3}
+    write_lines(folder / "metrics.jsonl", [{"event": "train", "step": 10, "samples": 1, "loss": 1.0, **lost}])
+    found = {each.name: each for each in figures([read_run(folder)])}
+    assert {name: found[f"value-{name}"].lines[0].y for name in lost} == {name: [y] for name, y in lost.items()}
+    assert not any(name.startswith("metric-") for name in found)
+
+
+def test_predictions_are_drawn_beside_what_was_measured(tmp_path):
+    rows = [
+        {"mode": mode, "allreduce": "flat", "ranks": ranks, "step_ms": ranks * slowdown}
+        for mode, slowdown in (("sync", 10), ("local", 5))
+        for ranks in (8, 2)
+    ]
+    bench = tmp_path / "bench"
+    bench.mkdir()
+    (bench / "bench.json").write_text(json.dumps({"prediction": {"rows": [*rows, {"ranks": "x", "step_ms": 1}, 7]}}))
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").write_text(json.dumps({"ranks": 4, "step_ms": {"p50": 41.5}}))
+    records = [read_run(run), read_run(bench)]
+    scaling = next(each for each in figures(records) if each.name == "scaling")
+    assert [(line.x, line.y, line.is_dashed) for line in scaling.lines] == [
+        ([2, 8], [20, 80], True),
+        ([2, 8], [10, 40], True),
+        ([4], [41.5], False),
+    ]
+    assert "scaling" not in {each.name for each in figures(records[:1])}
+    for damaged in ({"prediction": 3}, {"prediction": {"rows": 3}}, {"prediction": {}}):
+        (bench / "bench.json").write_text(json.dumps(damaged))
+        assert figures([read_run(bench)]) == []
+
+
+TASK_OF_TWO_FILES = """
+import keras
+import numpy as np
+from its_layers import make_layers
+
+import hvdtrain
+
+X = np.ones((64, 4), "float32")
+TASK = hvdtrain.Task(
+    model=lambda data: keras.Sequential([keras.layers.Input((4,)), *make_layers()]),
+    data=lambda folder: hvdtrain.data.Data(hvdtrain.data.Arrays(X, X[:, :1])),
+    loss="mse",
+)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_records_what_it_is_made_with_and_what_its_steps_lost(tmp_path):
+    (tmp_path / "its_task.py").write_text(TASK_OF_TWO_FILES)
+    for name, activation in (("a", "relu"), ("b", "tanh")):
+        layer = f"keras.layers.Dense(1, {activation!r})"
+        (tmp_path / "its_layers.py").write_text(f"import keras\n\n\ndef make_layers():\n    return [{layer}]\n")
+        words = ["--task", "its_task.py", "--run-dir", name, "--steps", "3", "--log-every", "1"]
+        command = [sys.executable, "-m", "hvdtrain", *words, "--mixed-precision", "float16"]
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    runs = [read_run(tmp_path / name) for name in ("a", "b")]
+    ((name, digests),) = differences(runs)
+    assert name == "code: its_layers.py"
+    assert len(set(digests)) == 2
+    shown_facts = dict(made_with(runs[0]))
+    assert shown_facts["training data: samples"] == "64"
+    assert shown_facts[f"ranks of hosts: {socket.gethostname()}"] == "1"
+    assert {"versions: keras", "code: hvdtrain", "code: its_task.py"} < set(shown_facts)
+    assert "value-loss_scale" in {each.name for each in figures(runs)}
+
+
+def test_a_live_page_downloads_only_what_has_changed(url, tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "run")
+    store = Store(url)
+    for path in folder.iterdir():
+        store.upload(path, path.name)
+    downloaded = []
+    download = Store.download
+
+    def count(self, name, path):
+        downloaded.append(name)
+        download(self, name, path)
+
+    monkeypatch.setattr(Store, "download", count)
+    with open_run_files(url) as files:
+        first = read_files(files)
+        assert sorted(downloaded) == sorted(path.name for path in folder.iterdir())
+        downloaded.clear()
+        assert read_files(files) == first
+        assert downloaded == []
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "end", "step": 100}) + "\n")
+        store.upload(folder / "metrics.jsonl", "metrics.jsonl")
+        assert read_files(files).last("end")
+        assert downloaded == ["metrics.jsonl"]
+        store.delete("summary.json")
+        assert read_files(files).summary == {}
 
 
 def test_a_run_that_is_damaged_being_written_or_of_another_version_shows_what_there_is(tmp_path):

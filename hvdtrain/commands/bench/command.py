@@ -24,6 +24,7 @@ from hvdtrain.data import Data
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.runs.run_files import BENCH
 from hvdtrain.system import versions
 from hvdtrain.system.atomic_files import write_text
 from hvdtrain.tasks.task import Task
@@ -117,11 +118,11 @@ def _predict(
 
 
 def _write(found: dict[str, Any], folder: Path) -> None:
-    write_text(folder / "bench.json", json.dumps(found, indent=2) + "\n")
+    write_text(folder / BENCH, json.dumps(found, indent=2) + "\n")
     is_drawn = report.draw(found, folder / "bench.png")
     print(report.table(found), flush=True)
     if "prediction" in found:
         print(prediction.table(found["prediction"]), flush=True)
-    print(f"written: {folder / 'bench.json'}" + (f", {folder / 'bench.png'}" if is_drawn else ""), flush=True)
+    print(f"written: {folder / BENCH}" + (f", {folder / 'bench.png'}" if is_drawn else ""), flush=True)
     if not is_drawn:
         print(NO_FIGURE.format(folder / "bench.png"), flush=True)

@@ -2,19 +2,37 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from hvdtrain.runs.report import step_parts
-from hvdtrain.runs.run_record import NOT_METRICS, RunRecord, is_finite
+from hvdtrain.runs.run_record import NOT_METRICS, RunRecord, is_finite, number
 
 _MAX_POINTS = 2000
 """The most points of a line: a page stays small, whatever the length of the run."""
 _MAX_METRICS = 6
-_SPEED = ("learning_rate", "gradient_norm", "examples/s", "s/batch", "smallest_batch", "largest_batch")
-_RESULTS = (
-    *("loss", "steps", "epochs", "wall_seconds", "examples_per_second", "skipped_steps", "bad_samples"),
-    *("compression_error", "resumed_from", "lost_steps", "weights_sha256"),
-)
+_GAUGES = {
+    "examples/s": ("Throughput", "Samples that all ranks trained on in a second.", "samples/s"),
+    "learning_rate": ("Learning rate", "The learning rate of each step.", "learning rate"),
+    "gradient_norm": ("Gradient norm", "The norm of the gradients of all variables.", "norm"),
+    "loss_scale": (
+        "Loss scale",
+        "The factor of float16 losses. It is halved when a gradient overflows, and that step is skipped.",
+        "factor",
+    ),
+    "skipped_steps": ("Skipped steps", "Steps so far that changed no weights, because gradients were not finite.", ""),
+    "bad_samples": ("Bad samples", "Samples so far that could not be read and were left out.", "samples"),
+    "compression_error": (
+        "Compression error",
+        "What compression left out of rank 0's gradient, relative to its norm. It is added to the next gradient.",
+        "",
+    ),
+    "effective_batch": ("Effective batch", "Samples in an update, of the ranks that did not miss it.", "samples"),
+    "missed_updates": ("Missed updates", "Updates so far that ranks missed; their gradients joined a later one.", ""),
+    "gpu_memory_mib": ("GPU memory", "The peak memory of rank 0's process on its GPU.", "MiB"),
+    "gpu_utilization": ("GPU utilization", "How much of the time rank 0's GPU was busy, from 0 to 1.", ""),
+}
+"""Values of log lines that are no metrics: title, what the figure shows, and unit."""
+_NOT_DRAWN = ("loss", "s/batch", "smallest_batch", "largest_batch")
+"""Values of log lines that other figures show."""
 _AXES = {"step": "step", "samples": "samples", "elapsed_seconds": "seconds of training"}
 
 
@@ -81,9 +99,8 @@ def figures(runs: Sequence[RunRecord]) -> list[Figure]:
     found = [
         *_losses(runs),
         *_metrics(runs),
-        _values(runs, "examples/s", "Throughput", "Samples that all ranks trained on in a second.", "samples/s"),
-        _values(runs, "learning_rate", "Learning rate", "The learning rate of each step.", "learning rate"),
-        _values(runs, "gradient_norm", "Gradient norm", "The norm of the gradients of all variables.", "norm"),
+        *(_values(runs, name, *shown) for name, shown in _GAUGES.items()),
+        _scaling(runs),
     ]
     if len(runs) == 1:
         found += [_parts(runs[0]), _ranks(runs[0]), _shares(runs[0]), _members(runs[0]), *_stops(runs[0])]
@@ -111,7 +128,7 @@ def _metrics(runs: Sequence[RunRecord]) -> list[Figure | None]:
         for run in runs
         for event in ("train", "eval")
         for name, value in run.last(event).items()
-        if name not in (*NOT_METRICS, *_SPEED, "loss") and is_finite(value)
+        if name not in (*NOT_METRICS, *_GAUGES, *_NOT_DRAWN) and is_finite(value)
     )
     says = "Training (lines) and evaluation (dashed)."
     return [_lines(runs, "step", name, f"metric-{name}", name, says, name) for name in list(known)[:_MAX_METRICS]]
@@ -121,12 +138,12 @@ def _lines(
     runs: Sequence[RunRecord], axis: str, value: str, name: str, title: str, says: str, y_label: str
 ) -> Lines | None:
     lines = []
-    for number, run in enumerate(runs):
+    for color, run in enumerate(runs):
         for event in ("train", "eval"):
             x, y = _finite(*run.points(event, axis, value))
             if x:
                 label = run.name if event == "train" else f"{run.name}, evaluation"
-                lines.append(Line(label, *_thinned(x, y), number, is_dashed=event == "eval"))
+                lines.append(Line(label, *_thinned(x, y), color, is_dashed=event == "eval"))
     if not lines:
         return None
     is_positive = all(each > 0 for line in lines for each in line.y)
@@ -135,6 +152,35 @@ def _lines(
 
 def _values(runs: Sequence[RunRecord], value: str, title: str, says: str, y_label: str) -> Lines | None:
     return _lines(runs, "step", value, f"value-{value}", title, says, y_label)
+
+
+def _scaling(runs: Sequence[RunRecord]) -> Lines | None:
+    """Steps on more ranks as ``bench --predict`` predicts them, and as these runs measured them."""
+    lines = []
+    for color, run in enumerate(runs):
+        prediction = run.bench.get("prediction")
+        rows = prediction.get("rows") if isinstance(prediction, dict) else None
+        found: dict[str, list[tuple[float, float]]] = {}
+        for row in filter(_is_predicted, rows if isinstance(rows, list) else ()):
+            kind = f"{row.get('mode')}, {row.get('allreduce')} allreduce"
+            found.setdefault(kind, []).append((row["ranks"], row["step_ms"]))
+        for kind, points in found.items():
+            x, y = map(list, zip(*sorted(points), strict=True))
+            lines.append(Line(f"{run.name}: predicted, {kind}", x, y, color, is_dashed=True))
+    if not lines:
+        return None
+    for color, run in enumerate(runs, start=len(runs)):
+        step_ms = run.summary.get("step_ms")
+        ranks = number(run.summary.get("ranks"))
+        median_ms = number(step_ms.get("p50")) if isinstance(step_ms, dict) else None
+        if ranks is not None and median_ms is not None:
+            lines.append(Line(f"{run.name}: measured", [ranks], [median_ms], color))
+    says = "The time of a step by number of ranks: predicted by bench (dashed), and measured by these runs (points)."
+    return Lines("scaling", "Predicted and measured scaling", says, "ranks", "ms", lines)
+
+
+def _is_predicted(row: object) -> bool:
+    return isinstance(row, dict) and is_finite(row.get("ranks")) and is_finite(row.get("step_ms"))
 
 
 def _parts(run: RunRecord) -> Areas | None:
@@ -226,44 +272,3 @@ def _thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
     """At most 2,000 points, the last one among them."""
     every = -(-len(x) // _MAX_POINTS) or 1
     return x[::-every][::-1], y[::-every][::-1]
-
-
-def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """The options whose values differ between runs, each with its value in every run."""
-    names = dict.fromkeys(name for run in runs for name in run.config if name != "run_dir")
-    rows = [(name, [_shown(run.config.get(name)) for run in runs]) for name in names]
-    return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def facts(run: RunRecord) -> list[tuple[str, str]]:
-    """What is known about a run, for a table."""
-    start = {name: value for name, value in run.last("start").items() if name not in NOT_METRICS}
-    end = {name: run.summary[name] for name in _RESULTS if run.summary.get(name) is not None}
-    rows: list[tuple[str, Any]] = [*start.items(), *end.items()]
-    skew = run.summary.get("skew")
-    if isinstance(skew, dict) and is_finite(skew.get("slowest_share")):
-        share = 100 * skew["slowest_share"]
-        rank, host = skew.get("slowest_rank"), skew.get("slowest_host")
-        rows.append(("slowest rank", f"rank {rank} on host {host}, the last in {share:.0f} % of the steps"))
-    state = "complete" if run.summary else "not complete, or still running"
-    return [("state", state), *((name, _shown(value)) for name, value in rows)]
-
-
-def notes(run: RunRecord) -> list[tuple[str, str]]:
-    """What was reported during a run: its step, and the text."""
-    found = []
-    for event in run.events:
-        step, kind = _shown(event.get("step", "")), event.get("event")
-        if kind == "warning":
-            found.append((step, _shown(event.get("text", ""))))
-        elif kind == "resume":
-            found.append((step, f"resumed from {_shown(event.get('checkpoint', 'a checkpoint'))}"))
-        elif kind == "members":
-            pause = event.get("pause_seconds")
-            seconds = f", after a pause of {pause:.2f} s" if is_finite(pause) else ""
-            found.append((step, f"{_shown(event.get('ranks'))} rank(s) train together from here on{seconds}"))
-    return found
-
-
-def _shown(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

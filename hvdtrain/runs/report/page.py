@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.runs.report.drawing import Columns, columns_of, draw
-from hvdtrain.runs.report.figures import Figure, differences, facts, figures, notes
+from hvdtrain.runs.report.facts import differences, facts, made_with, notes
+from hvdtrain.runs.report.figures import Figure, figures
 from hvdtrain.runs.run_record import RunRecord
 
 _HERE = Path(__file__).parent
@@ -69,16 +70,18 @@ def tables(runs: Sequence[RunRecord]) -> str:
     """What is known about the runs, how they differ, and what happened in them."""
     parts = []
     if len(runs) > 1 and (different := differences(runs)):
-        head = ["option", *(run.name for run in runs)]
+        head = ["", *(run.name for run in runs)]
         parts.append(_table("What differs", head, [[name, *shown] for name, shown in different]))
     for run in runs:
         title = "The run" if len(runs) == 1 else run.name
         parts.append(_table(title, [], facts(run)))
         if rows := notes(run):
             parts.append(_table(f"{title}: what happened", ["step", "event"], rows))
-    if len(runs) == 1 and runs[0].config:
+    if len(runs) == 1:
         options = [(name, str(value)) for name, value in runs[0].config.items()]
-        parts.append(f"<details><summary>Options</summary>{_table('', [], options)}</details>")
+        for summary, rows in (("Options", options), ("Versions, hosts, code and data", made_with(runs[0]))):
+            if rows:
+                parts.append(f"<details><summary>{summary}</summary>{_table('', [], rows)}</details>")
     return "".join(parts)
 
 
