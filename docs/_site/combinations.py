@@ -11,9 +11,9 @@ DOCUMENT = Path(__file__).parents[1] / "combinations.md"
 _HEAD = """# What excludes what
 
 Options and other facts about a job that do not go together. Each combination is refused with one message that says why,
-before training begins. In Python, options are fields of [`TrainConfig`](reference/api.md) and arguments of
-`DistributedOptimizer`, with the same names. `docs/_site/combinations.py` writes this page from
-`hvdtrain/config/exclusions.py`.
+before training begins. In Python, options are fields of
+[`TrainConfig`](reference/api/configuration.md#hvdtrain.TrainConfig) and arguments of `DistributedOptimizer`, with the
+same names. `docs/_site/combinations.py` writes this page from `hvdtrain/config/exclusions.py`.
 """
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -19,11 +20,18 @@ _COPIED = {"benchmarks/results/peers.png": "images/peers.png", "LICENSE": "licen
 _GENERATED_FROM = {"CHANGELOG.md": "changelog.md"}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Shows the version at the bottom of each page."""
+    version = _assignments(PACKAGE / "__init__.py")["__version__"]
+    config.copyright = f"hvdtrain {version}, Apache License 2.0"
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the generated pages and the copied files."""
     pages = {
         "reference/command-line.md": command_line_page(),
-        "reference/api.md": api_page(),
+        **api_pages(),
         "examples.md": examples_page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
     }
@@ -50,14 +58,22 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keeps names and ranges of numbers on one line, and replaces reStructuredText markup in docstrings."""
-    if page.file.src_uri == "reference/api.md":
+    """Replaces reStructuredText markup in docstrings, links figures, and keeps names and ranges on one line."""
+    if page.file.src_uri.startswith("reference/api"):
         html = re.sub(r":(?:func|meth|class|attr|mod):<code>~?([^<]+)</code>", r"<code>\1</code>", html)
         html = re.sub(r"<p>::</p>\n?", "", html).replace("::</p>", ":</p>")
         # Links to errors that the documented module itself does not import.
         errors = "|".join(name for name in public_names() if name.startswith("hvdtrain.errors."))
         errors = errors.replace("hvdtrain.errors.", "")
-        html = re.sub(rf"<code>({errors})</code>", r'<code><a href="#hvdtrain.errors.\1">\1</a></code>', html)
+        target = os.path.relpath("reference/api/errors.html", os.path.dirname(page.file.src_uri))
+        html = re.sub(rf"<code>({errors})</code>", rf'<code><a href="{target}#hvdtrain.errors.\1">\1</a></code>', html)
+    if page.file.src_uri == "examples.md":
+        # Programs name everything; searches shall find the pages that explain it.
+        html = html.replace(
+            '<div class="language-python highlight">', '<div class="language-python highlight" data-search-exclude>'
+        )
+    # Figures of a page's width show their details at full size.
+    html = re.sub(r'(<img [^>]*src="([^"]+\.png)"[^>]*>)', r'<a href="\2">\1</a>', html)
     html = re.sub(r"<code>([^<\n]+)</code>", _breakable, html)
     # A word joiner forbids the break within 0.92–1.04.
     return re.sub(r"(?<=\d)–(?=\d)", "–\u2060", html)
@@ -124,42 +140,64 @@ _SECTIONS = {
     "Your own script": (
         *("init", "Topology", "shard", "broadcast", "DistributedOptimizer", "PartialDistributedOptimizer"),
         *("DistributedGradientTape", "gather", "average", "WholeBatch"),
-        *("PowerSGD", "FP16", "Compression", "process_set"),
-        *("synchronize_batch_normalization", "run"),
+        *("process_set", "synchronize_batch_normalization", "verify", "run"),
     ),
-    "Trainer": (
-        *("Trainer", "TrainConfig", "GuardConfig", "CheckpointConfig", "LoggingConfig", "LocalSGDConfig"),
-        *("Checkpointer", "JobWatch", "ParameterAverager"),
+    "Compression": ("PowerSGD", "FP16", "Compression"),
+    "Values of all ranks": (
+        *("evaluate", "predict", "reduce", "gather_objects", "broadcast_object"),
+        *("barrier", "is_main_process", "print_once"),
     ),
-    "Tasks": ("Task", "report"),
+    "Trainer": ("Trainer", "Checkpointer", "JobWatch", "ParameterAverager"),
+    "Configuration": (
+        *("TrainConfig", "GuardConfig", "CheckpointConfig", "LoggingConfig", "LocalSGDConfig"),
+        *("BalanceConfig", "QuorumConfig", "GpuConfig"),
+    ),
+    "Tasks and reports": ("Task", "report"),
     "Loggers": (
         *("Reporter", "CompositeReporter", "ConsoleReporter", "CsvReporter", "JsonLinesReporter"),
         *("MLflowReporter", "RankTimesReporter", "TensorBoardReporter", "WandbReporter"),
     ),
 }
+_SUBMODULES = ("callbacks", "data", "elastic", "errors")
 
 
-def api_page() -> str:
-    """The reference of all public names; what they are and where they are defined is read from ``hvdtrain``."""
+def api_pages() -> dict[str, str]:
+    """The reference of all public names, by path: an overview, and a page for each section."""
     names = public_names()
-    parts = [
+    package = griffe.load("hvdtrain", search_paths=[str(ROOT)])
+    sections = {title: [f"hvdtrain.{name}" for name in section] for title, section in _SECTIONS.items()}
+    for module in _SUBMODULES:
+        sections[f"hvdtrain.{module}"] = [name for name in names if name.startswith(f"hvdtrain.{module}.")]
+    listed = [name for section in sections.values() for name in section]
+    if sorted(listed) != sorted(names):
+        raise RuntimeError(f"_SECTIONS must list all public names. Different: {set(listed) ^ set(names)}")
+    overview = [
         "# Python API",
         "Generated from the docstrings. `import hvdtrain` loads no TensorFlow: names are loaded on first use.",
     ]
-    listed = {f"hvdtrain.{name}" for section in _SECTIONS.values() for name in section}
-    sections = {title: [f"hvdtrain.{name}" for name in section] for title, section in _SECTIONS.items()}
-    sections["Other"] = sorted(name for name in names if name.count(".") == 1 and name not in listed)
-    for module in ("callbacks", "data", "elastic", "errors"):
-        sections[f"hvdtrain.{module}"] = [name for name in names if name.startswith(f"hvdtrain.{module}.")]
+    pages = {}
     for title, section in sections.items():
-        if section:
-            parts.append(f"## {title}")
-        parts += [
-            f'<a id="{name}"></a>\n\n::: {names[name]}\n    options:\n      heading: {name}\n'
-            f"      toc_label: {name.rpartition('.')[2]}"
+        path = f"api/{title.removeprefix('hvdtrain.').lower().replace(' ', '-')}.md"
+        rows = [
+            f'| <a id="{name}"></a>[`{name.removeprefix("hvdtrain.")}`]({path}#{name}) '
+            f"| {_first_sentence(package[names[name].removeprefix('hvdtrain.')])} |"
             for name in section
         ]
-    return "\n\n".join(parts) + "\n"
+        overview += [f"## {title}", "\n".join([f"| [{title}]({path}) | |", "|---|---|", *rows])]
+        entries = [
+            f'<a id="{name}"></a>\n\n::: {names[name]}\n    options:\n      heading: {name}\n'
+            f"      toc_label: {name.rpartition('.')[2]}\n"
+            # All reporters have the methods of Reporter.
+            f"      inherited_members: {'false' if title == 'Loggers' else 'true'}"
+            for name in section
+        ]
+        pages[f"reference/{path}"] = "\n\n".join([f"# {title}", *entries]) + "\n"
+    return {"reference/api.md": "\n\n".join(overview) + "\n", **pages}
+
+
+def _first_sentence(documented: griffe.Object | griffe.Alias) -> str:
+    assert documented.docstring is not None, documented.path
+    return documented.docstring.value.partition("\n")[0].replace("``", "`").replace("|", "\\|")
 
 
 def public_names() -> dict[str, str]:

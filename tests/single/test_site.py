@@ -1,6 +1,7 @@
 """The documentation as a site: it builds without a warning, loads nothing from other hosts, and documents all names."""
 
 import ast
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -56,9 +57,10 @@ class Anchors(HTMLParser):
 
 
 def test_every_public_name_has_an_entry(site):
-    ids = Anchors(site / "reference" / "api.html").ids
     names = set(hooks().public_names())
-    assert names <= ids, names - ids
+    for pages in ([site / "reference" / "api.html"], (site / "reference" / "api").iterdir()):
+        ids = set().union(*(Anchors(page).ids for page in pages))
+        assert names <= ids, names - ids
     modules = {"callbacks", "data", "elastic", "errors"}
     assert {"hvdtrain.callbacks.distributed", "hvdtrain.data.Arrays", "hvdtrain.errors.JobError"} <= names
     assert {f"hvdtrain.{name}" for name in hvdtrain.__all__} - {f"hvdtrain.{name}" for name in modules} <= names
@@ -157,6 +159,22 @@ def test_the_headings_of_the_faq_are_messages():
     assert len(headings) >= 12
     for heading in headings:
         assert heading in texts or any(begins(pieces, heading) for pieces in known), heading
+
+
+def test_the_diagrams_are_those_of_the_script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs" / "_site")
+    diagrams = importlib.import_module("diagrams")
+    assert {file.stem for file in diagrams.FOLDER.iterdir()} == set(diagrams.PICTURES)
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    for name, draw in diagrams.PICTURES.items():
+        picture = draw()
+        assert (diagrams.FOLDER / f"{name}.svg").read_text() == picture
+        # The type of a picture of 400 px, on a page of 340 px.
+        assert min(map(int, re.findall(r'font-size="(\d+)"', picture))) >= 14
+        assert re.search(r"\n<title>.+</title>\n<desc>.+</desc>\n", picture)
+        texts = re.findall(rf"!\[(.+)\]\(images/diagrams/{name}\.svg\)", pages)
+        assert texts, name
+        assert [number for number in re.findall(r"\d[\d.,]*\d", texts[0]) if number not in picture] == []
 
 
 def test_start_here_takes_five_minutes_to_read():
