@@ -1,4 +1,4 @@
-"""Plots docs/local_training.png from the last results of slow_network.py and uneven_ranks.py.
+"""Plots docs/images/local_training.svg from the last results of slow_network.py and uneven_ranks.py.
 
 launch/run python benchmarks/local_figure.py
 """
@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).parent / "results"
-FIGURE = Path(__file__).resolve().parents[1] / "docs" / "local_training.png"
+FIGURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "local_training.svg"
 
 
 def draw(axes: Any, title: str, runs: dict[str, list[dict[str, Any]]]) -> None:
@@ -26,11 +26,12 @@ def draw(axes: Any, title: str, runs: dict[str, list[dict[str, Any]]]) -> None:
 def main() -> None:
     slow = json.loads((RESULTS / "slow_network.json").read_text())
     uneven = json.loads((RESULTS / "uneven_ranks-mpi.json").read_text())
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    draw(left, "2 hosts, 100 Mbit/s, 20 ms round trip", slow["2"])
-    draw(right, "4 ranks, one of them at half speed", uneven["runs"])
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(4.4, 7), layout="constrained")
+    draw(upper, "2 hosts, 100 Mbit/s, 20 ms round trip", slow["2"])
+    draw(lower, "4 ranks, one of them at half speed", uneven["runs"])
     FIGURE.parent.mkdir(exist_ok=True)
-    figure.savefig(FIGURE, dpi=110)
+    with plt.rc_context({"svg.hashsalt": FIGURE.name}):
+        figure.savefig(FIGURE, metadata={"Creator": None, "Date": None})
 
 
 if __name__ == "__main__":

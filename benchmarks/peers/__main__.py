@@ -10,7 +10,7 @@ steps, the others are stopped. All are restarted several times, because two mode
 persistently by a few percent. All read their batch from an iterator that repeats it, except PyTorch, which holds it in
 memory. For each peer the case with the lowest median counts (one or ten steps per compiled call; an allreduce per
 gradient or one for all). On 4 ranks, also prints examples/s relative to 2 ranks. Saves the last result for each number
-of ranks and network to results/peers.json and plots results/peers.png.
+of ranks and network to results/peers.json and plots results/peers.svg.
 """
 
 import argparse
@@ -73,6 +73,7 @@ def formatted(values: list[float]) -> str:
 
 def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Plots a panel for each number of ranks."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -83,8 +84,8 @@ def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
     }
     peers = sorted({peer for _, peer in medians})
     numbers = sorted({ranks for ranks, _ in medians})
-    figure = Figure(figsize=(5 * len(numbers), 4.5), layout="constrained")
-    panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(4.4, 2.3 * len(numbers) + 0.9), layout="constrained")
+    panels = figure.subplots(len(numbers), 1, sharex=True, squeeze=False)[:, 0]
     width = 0.8 / len(peers)
     for ranks, axes in zip(numbers, panels, strict=True):
         for i, peer in enumerate(peers):
@@ -99,11 +100,13 @@ def draw(ratios: dict[str, dict[str, list[float]]], path: Path) -> None:
         axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
         axes.minorticks_off()
         axes.set_xticks(range(len(BATCH_SIZES)), list(BATCH_SIZES))
+        axes.tick_params(labelbottom=True)
         axes.set_title(f"{ranks} rank(s)")
-    panels[0].set_ylabel("step time relative to hvdtrain's")
+    figure.supylabel("step time relative to hvdtrain's")
     colors = [Patch(color=f"C{i}", label=peer) for i, peer in enumerate(peers)]
-    figure.legend(handles=colors, ncols=len(peers), loc="outside lower center")
-    figure.savefig(path, dpi=120)
+    figure.legend(handles=colors, ncols=2, loc="outside lower center")
+    with rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Creator": None, "Date": None})
 
 
 def main() -> None:
@@ -146,7 +149,7 @@ def main() -> None:
                     print(f"{ranks} rank(s), {network}: {formatted(more)}x the examples/s of 2 ranks", flush=True)
             # Saved immediately: a complete run takes more than an hour.
             kept.write_text(json.dumps({"step_ms": results, "over_hvdtrain": ratios}, indent=1) + "\n")
-            draw(ratios, RESULTS / "peers.png")
+            draw(ratios, RESULTS / "peers.svg")
 
 
 if __name__ == "__main__":

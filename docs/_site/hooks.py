@@ -16,7 +16,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hvdtrain"
 # Files outside docs/ that pages link to, and their places in the site.
-_COPIED = {"benchmarks/results/peers.png": "images/peers.png", "LICENSE": "license.txt"}
+_COPIED = {"benchmarks/results/peers.svg": "images/peers.svg", "LICENSE": "license.txt"}
 _GENERATED_FROM = {"CHANGELOG.md": "changelog.md"}
 
 
@@ -183,7 +183,7 @@ def api_pages() -> dict[str, str]:
             f"| {_first_sentence(package[names[name].removeprefix('hvdtrain.')])} |"
             for name in section
         ]
-        overview += [f"## {title}", "\n".join([f"| [{title}]({path}) | |", "|---|---|", *rows])]
+        overview += [f"## [{title}]({path})", "\n".join(["| name | |", "|---|---|", *rows])]
         entries = [
             f'<a id="{name}"></a>\n\n::: {names[name]}\n    options:\n      heading: {name}\n'
             f"      toc_label: {name.rpartition('.')[2]}\n"

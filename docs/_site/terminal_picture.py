@@ -6,13 +6,14 @@ launch/run horovodrun -np 2 python -m hvdtrain --run-dir /tmp/run | launch/run p
 import io
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 # rich's own loads a font from another host.
-FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg" role="img">
+FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" width="520" viewBox="0 0 {width} {height}" role="img">
 <title>The output of a run on two ranks</title>
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
@@ -29,7 +30,8 @@ font-size: {char_height}px; line-height: {line_height}px; }}
 </g>
 </svg>
 """
-FIRST_LINES, LAST_LINES, WIDTH = 9, 10, 136
+# As many columns as can be read on a phone.
+FIRST_LINES, LAST_LINES, WIDTH = 9, 10, 52
 
 
 def main() -> None:
@@ -38,8 +40,9 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     console.print(Text("$ launch/run horovodrun -np 2 python -m hvdtrain", style="bold"))
     for line in lines:
-        text = Text(re.sub(r"^\[1,0\]<stdout>:", "", line))
-        text.highlight_regex(r"(loss|accuracy) [\d.]+", "green")
+        line = re.sub(r"^\[1,0\]<stdout>:", "", line)
+        text = Text(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+        text.highlight_regex(r"(loss|accuracy)\s+[\d.]+", "green")
         text.highlight_regex(r"^(task|ranks|global batch|mode|learning rate|done|weights_sha256):?", "cyan")
         console.print(text)
     path = Path(__file__).parents[1] / "images" / "terminal.svg"

@@ -62,14 +62,14 @@ def _straggler(skew: dict[str, Any] | None) -> list[str]:
 
 def draw(found: dict[str, Any], path: Path) -> bool:
     """Plots examples/s of all cases and the breakdown of a sync step; returns False if matplotlib is missing."""
-    figure = make_figure(figsize=(8, 3.6), layout="constrained")
+    figure = make_figure(figsize=(4.4, 4.4), layout="constrained")
     if figure is None:
         return False
     speeds, times = figure.subplots(2, 1, height_ratios=(3, 1))
     names = list(reversed(found["cases"]))
     labels = [f"{name} (unsteady)" if found["cases"][name]["unsteady"] else name for name in names]
     bars = speeds.barh(labels, [found["cases"][name]["examples_per_second"] for name in names], color="tab:blue")
-    speeds.bar_label(bars, fmt="{:,.0f}", padding=3)
+    speeds.bar_label(bars, fmt="{:,.0f}", padding=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     ideal = found["ranks"] * found["cases"][ALONE]["examples_per_second"]
     speeds.axvline(ideal, color="gray", linestyle="--", label=f"{found['ranks']} x one rank alone")
     speeds.set_xlabel("examples/s, all ranks")
@@ -82,6 +82,6 @@ def draw(found: dict[str, Any], path: Path) -> bool:
         left += share
     times.set_xlim(0, max(1.0, left))
     handles = [*speeds.get_legend_handles_labels()[0], *times.get_legend_handles_labels()[0]]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=120)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=160)
     return True
