@@ -189,7 +189,7 @@ def gradient() -> str:
                 drawing.arrow((MARGIN + 53, y + 30), (MARGIN + 53, y + 41))
             y += 42
         y += 20
-    return drawing.svg(y - 26)
+    return drawing.svg(y - 18)
 
 
 def checkpoint() -> str:

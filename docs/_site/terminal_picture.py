@@ -18,6 +18,7 @@ FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" width="520" viewBox="0 0 {wi
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
 font-size: {char_height}px; line-height: {line_height}px; }}
+.{unique_id}-title {{ font-family: system-ui, sans-serif; font-size: 18px; }}
 {styles}
 </style>
 <defs><clipPath id="{unique_id}-clip-terminal">

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -110,6 +111,19 @@ def test_every_option_is_documented(site):
         assert len(names) > 3
         assert [name for name in names if f"<code>{flag_of(name)}" not in section] == []
     assert '<h2 id="doctor">' in text
+
+
+def test_searches_do_not_find_programs(site):
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    examples = [each["text"] for each in found if each["location"].startswith("examples.html#")]
+    assert len(examples) == len(list((ROOT / "examples").glob("*.py")))
+    assert not [text for text in examples if "import " in text]
+
+
+def test_every_page_shows_the_version_and_loads_the_logo(site):
+    for page in site.rglob("*.html"):
+        assert f"hvdtrain {hvdtrain.__version__}, " in page.read_text() or page.name == "404.html", page
+        assert any(each.endswith("images/logo.svg") for each in Anchors(page).loaded), page
 
 
 def test_nothing_is_loaded_from_other_hosts(site):
