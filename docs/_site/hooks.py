@@ -72,8 +72,8 @@ def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files
         html = html.replace(
             '<div class="language-python highlight">', '<div class="language-python highlight" data-search-exclude>'
         )
-    # Figures of a page's width show their details at full size.
-    html = re.sub(r'(<img [^>]*src="([^"]+\.png)"[^>]*>)', r'<a href="\2">\1</a>', html)
+    # Figures are links to themselves at full size, unless they are links already.
+    html = re.sub(r'(?<=<p>)(<img [^>]*src="([^"]+\.png)"[^>]*>)', r'<a href="\2">\1</a>', html)
     html = re.sub(r"<code>([^<\n]+)</code>", _breakable, html)
     # A word joiner forbids the break within 0.92–1.04.
     return re.sub(r"(?<=\d)–(?=\d)", "–\u2060", html)
