@@ -1,6 +1,7 @@
 """An S3 server on this machine, for the tests of object stores; it runs in the test's process."""
 
 import logging
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,32 +9,56 @@ from contextlib import contextmanager
 import pytest
 
 
+class S3Server:
+    """Moto's server on a free port, with a bucket. Sets the variables by which clients find it."""
+
+    def __init__(self) -> None:
+        import s3fs
+        from moto.server import ThreadedMotoServer
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        _, self._port = self._server.get_host_and_port()
+        self._patch = pytest.MonkeyPatch()
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
+        }.items():
+            self._patch.setenv(name, value)
+        # Instances are kept by fsspec, with the address of an earlier server.
+        s3fs.S3FileSystem.clear_instance_cache()
+        # Another one for each server: moto keeps them for the whole process.
+        bucket = f"bucket-{uuid.uuid4().hex}"
+        s3fs.S3FileSystem().mkdir(bucket)
+        self.url = f"s3://{bucket}"
+
+    def refuse_for(self, seconds: float) -> None:
+        """Refuses connections for a time; what is stored stays."""
+        from moto.server import ThreadedMotoServer
+
+        self._server.stop()
+        time.sleep(seconds)
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self._server.start()
+
+    def close(self) -> None:
+        import s3fs
+
+        self._patch.undo()
+        self._server.stop()
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Starts moto's server on a free port and sets the variables by which clients find it; yields a bucket's URL."""
-    import s3fs
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    """Starts a server; yields its bucket's URL."""
+    server = S3Server()
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in {
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}",
-                "AWS_ACCESS_KEY_ID": "test",
-                "AWS_SECRET_ACCESS_KEY": "test",
-                "AWS_DEFAULT_REGION": "us-east-1",
-                "AWS_EC2_METADATA_DISABLED": "true",
-                "NO_PROXY": "127.0.0.1",
-            }.items():
-                patch.setenv(name, value)
-            # Instances are kept by fsspec, with the address of an earlier server.
-            s3fs.S3FileSystem.clear_instance_cache()
-            # Another one for each server: moto keeps them for the whole process.
-            bucket = f"bucket-{uuid.uuid4().hex}"
-            s3fs.S3FileSystem().mkdir(bucket)
-            yield f"s3://{bucket}"
+        yield server.url
     finally:
-        server.stop()
-        s3fs.S3FileSystem.clear_instance_cache()
+        server.close()

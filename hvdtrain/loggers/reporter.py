@@ -76,7 +76,7 @@ class Reporter:
         """Called after each evaluation."""
 
     def members_changed(self, step: int, values: Mapping[str, float]) -> None:
-        """Called when the ranks have changed, with ``ranks`` and ``pause_seconds``."""
+        """Called when the ranks have changed, with ``ranks``, ``ranks_before`` and ``pause_seconds``."""
 
     def saved(self, step: int, values: Mapping[str, float]) -> None:
         """Called after a checkpoint was taken, with ``blocked_seconds``: how long training stood still for it."""

@@ -326,7 +326,7 @@ class Trainer:
         self._reporter.reshaped(self.shape)
         self._on_rank_changed(ranks_before)
         self._callbacks.members_changed(self._collectives.rank, self._collectives.size)
-        self._reporter.members_changed(self._progress.step, change)
+        self._reporter.members_changed(self._progress.step, {**change, "ranks_before": ranks_before})
 
     def _leave(self) -> None:
         if self._checkpointer is not None:

@@ -36,29 +36,55 @@ setTimeout(() => {
 """
 
 
-@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1300, 500])
-def test_the_page_in_a_browser(width, is_dark, tmp_path):
-    html = page.html([read_run(make_run(tmp_path / "run"))])
-    file = tmp_path / "page.html"
-    file.write_text(html.replace("</body>", f"{LOOK}</body>"))
+OPEN_A_TABLE_THEN_UPDATE = """
+<script>
+setTimeout(() => {
+  const tables = document.getElementById("tables");
+  tables.querySelector("summary").focus();
+  tables.querySelector("details").open = true;
+  replaceTables(tables.innerHTML.replaceAll(" open=\\"\\"", ""));
+  document.title = JSON.stringify({
+    open: [...tables.querySelectorAll("details")].map((each) => each.open),
+    focused: document.activeElement.textContent,
+  });
+}, 1000);
+</script>
+"""
+
+
+def look(html, script, folder, *options):
+    """What a script writes into the title of a page, and the lines of the browser's console."""
+    file = folder / "page.html"
+    file.write_text(html.replace("</body>", f"{script}</body>"))
     done = subprocess.run(
         [
             *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"),
-            *("--virtual-time-budget=8000", f"--window-size={width},900", f"--user-data-dir={tmp_path / 'profile'}"),
-            *(["--blink-settings=preferredColorScheme=0"] if is_dark else []),
-            file.as_uri(),
+            *("--virtual-time-budget=8000", f"--user-data-dir={folder / 'profile'}", *options, file.as_uri()),
         ],
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
-    found = json.loads(re.search(r"<title>(\{.*?\})</title>", done.stdout)[1].replace("&quot;", '"'))
+    title = re.search(r"<title>(\{.*?\})</title>", done.stdout)[1]
+    return json.loads(title.replace("&quot;", '"')), [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1300, 500])
+def test_the_page_in_a_browser(width, is_dark, tmp_path):
+    html = page.html([read_run(make_run(tmp_path / "run"))])
+    dark = ["--blink-settings=preferredColorScheme=0"] if is_dark else []
+    found, console = look(html, LOOK, tmp_path, f"--window-size={width},900", *dark)
     assert found["figures"] == html.count("<section id=")
     assert found["empty"] == 0
     assert found["links"] == 0
     assert found["width"] <= width, "nothing is wider than the window"
     assert (found["background"] == "rgb(22, 24, 28)") == is_dark
-    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
     assert all("[bokeh " in line for line in console), console
+
+
+def test_an_update_closes_no_table_that_somebody_reads(tmp_path):
+    html = page.html([read_run(make_run(tmp_path / "run"))], is_live=True)
+    found, _ = look(html, OPEN_A_TABLE_THEN_UPDATE, tmp_path)
+    assert found == {"open": [True], "focused": "Options"}

@@ -235,7 +235,7 @@ def test_composite_forwards_every_event():
         ("progressed", 10, VALUES),
         ("evaluated", 16, {"loss": 0.5}),
         ("histograms", 16, {"weights": {"kernel": 1}}),
-        ("members_changed", 16, {"ranks": 2, "pause_seconds": 0.4}),
+        ("members_changed", 16, {"ranks": 2, "ranks_before": 3, "pause_seconds": 0.4}),
         ("saved", 16, {"blocked_seconds": 0.1}),
         ("rank_times", 16, "times", [8, 8]),
         ("warned", 17, "a step was skipped"),

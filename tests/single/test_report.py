@@ -42,7 +42,7 @@ def make_run(folder, *, name="<script>alert(1)</script>", slow=1, batch_size=32,
         {"event": "start", "task": name, "ranks": "3 on 1 host(s)"},
         *train,
         {"event": "eval", "step": 50, "samples": 4800, "elapsed_seconds": 5.0, "loss": 0.1, "accuracy": 0.75},
-        {"event": "members", "step": 60, "ranks": 2, "pause_seconds": 0.25, "elapsed_seconds": 6.0},
+        {"event": "members", "step": 60, "ranks": 2, "ranks_before": 3, "pause_seconds": 0.25},
         {"event": "checkpoint", "step": 80, "blocked_seconds": 0.5},
         {"event": "warning", "step": 70, "text": f"{name} is slow"},
     ]
@@ -71,7 +71,7 @@ def test_each_figure_shows_what_was_logged(tmp_path):
     assert loss.lines[0].y == [2 / (10 * i) for i in range(1, 11)]
     assert loss.is_logarithmic
     assert found["metric-accuracy"].lines[1].y == [0.75]
-    assert found["members"].lines[0].y == [2, 2]
+    assert (found["members"].lines[0].x, found["members"].lines[0].y) == ([0, 60, 100], [3, 2, 2])
     assert found["stops-members"].y == [0.25]
     assert (found["stops-checkpoint"].x, found["stops-checkpoint"].y) == ([80], [0.5])
     assert [line.y for line in found["shares"].lines] == [[20, 20], [6, 6], [6, 6]]

@@ -43,7 +43,7 @@ def columns_of(figure: Figure) -> dict[str, Columns]:
 
 def draw(figure: Figure) -> Any:
     """A Bokeh figure."""
-    from bokeh.models import ColumnDataSource, HoverTool
+    from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
     from bokeh.plotting import figure as make_figure
 
     sources = [ColumnDataSource(columns, name=name) for name, columns in columns_of(figure).items()]
@@ -61,7 +61,10 @@ def draw(figure: Figure) -> Any:
         border_fill_alpha=0,
         outline_line_color=None,
     )
-    if isinstance(figure, Lines) and (found := {y for line in figure.lines for y in line.y}) and len(found) == 1:
+    if isinstance(figure, Lines) and figure.is_stepped:
+        made.y_range.start = 0
+        made.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
+    elif isinstance(figure, Lines) and (found := {y for line in figure.lines for y in line.y}) and len(found) == 1:
         made.y_range.default_span = abs(found.pop()) or 1  # A constant: without it, the axis is that of 0 to 1.
     elif isinstance(figure, Areas | Bars):
         made.y_range.start = 0
@@ -89,7 +92,9 @@ def draw(figure: Figure) -> Any:
 
 def _draw_lines(made: Any, figure: Lines, sources: list[Any]) -> None:
     for line, source in zip(figure.lines, sources, strict=True):
-        style = {"color": _COLORS[line.number % len(_COLORS)], "line_width": 2, "legend_label": line.label}
+        style = {"color": _COLORS[line.number % len(_COLORS)], "line_width": 2}
+        if len(figure.lines) > 1:
+            style["legend_label"] = line.label
         if figure.is_stepped:
             made.step("x", "y", source=source, mode="after", **style)
         else:
@@ -113,7 +118,7 @@ def _draw_cells(made: Any, source: Any) -> None:
         fill_color=mapper,
         line_color=None,
     )
-    made.yaxis.ticker = BasicTicker(min_interval=1)
+    made.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
     bar = ColorBar(color_mapper=mapper["transform"], title="times the median", width=10, background_fill_alpha=0)
     bar.title_text_color = bar.major_label_text_color = _GREY
     made.add_layout(bar, "right")

@@ -64,7 +64,7 @@ class Lines(Figure):
     lines: Sequence[Line]
     is_logarithmic: bool = False
     is_stepped: bool = False
-    """Whether a value holds until the next one."""
+    """Whether these are whole numbers, each of which holds until the next one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,13 +241,17 @@ def _shares(run: RunRecord) -> Lines | None:
 
 
 def _members(run: RunRecord) -> Lines | None:
-    steps, ranks = _finite(*run.points("members", "step", "ranks"))
-    if not steps:
+    x, y = _finite(*run.points("members", "step", "ranks"))
+    if not x:
         return None
-    last = run.events[-1].get("step", steps[-1])
-    line = Line("ranks", [*steps, last if is_finite(last) else steps[-1]], [*ranks, ranks[-1]], 0)
+    before = number(run.of_kind("members")[0].get("ranks_before"))
+    if before is not None:
+        x, y = [0, *x], [before, *y]
+    last = number(run.events[-1].get("step"))
+    if last is not None:
+        x, y = [*x, last], [*y, y[-1]]
     says = "Ranks that train together: a step down is a rank that was lost or has left, a step up one that has joined."
-    return Lines("members", "Members", says, "step", "ranks", [line], is_stepped=True)
+    return Lines("members", "Members", says, "step", "ranks", [Line("ranks", x, y, 0)], is_stepped=True)
 
 
 def _stops(run: RunRecord) -> list[Figure | None]:

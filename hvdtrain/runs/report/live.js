@@ -13,6 +13,17 @@ function say(text) {
   place.textContent = text;
 }
 
+function replaceTables(html) {
+  const tables = document.getElementById("tables");
+  const opened = [...tables.querySelectorAll("details[open] > summary")].map((each) => each.textContent);
+  const focused = document.activeElement?.closest("#tables summary")?.textContent;
+  tables.innerHTML = html;
+  for (const summary of tables.querySelectorAll("details > summary")) {
+    summary.parentElement.open = opened.includes(summary.textContent);
+    if (summary.textContent === focused) summary.focus();
+  }
+}
+
 async function update() {
   try {
     const answer = await fetch(`values.json?version=${encodeURIComponent(version)}`);
@@ -25,7 +36,7 @@ async function update() {
           if (source) source.data = columns;
         }
       }
-      document.getElementById("tables").innerHTML = found.tables;
+      replaceTables(found.tables);
       version = found.version;
     }
     say("");
