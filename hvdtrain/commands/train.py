@@ -143,7 +143,7 @@ class Run:
             hosts = collectives.allgather(host_name())
             made_with = on_every_rank(lambda: provenance(hosts, data.training.facts()), collectives)
             on_every_rank(lambda: self.directory.write_config(as_dict(config), made_with), collectives)
-            self.reporter.started(_facts(config, trainer), trainer.shape)
+            self.reporter.started(self._facts(trainer), trainer.shape)
             if restored is not None:
                 self._rescale_learning_rate(trainer.model, restored.manifest["ranks"])
             for warning in gpu_sharing.gpu_warnings(collectives, runtime.current().topology.device):
@@ -168,6 +168,19 @@ class Run:
             name = shlex.quote(self.directory.name)
             with contextlib.suppress(OSError):  # Output that cannot be written changes no exit code.
                 print(f"results: {name}\nnext: python -m hvdtrain eval --run-dir {name}, or compare {name}", flush=True)
+
+    def _facts(self, trainer: Trainer) -> dict[str, Any]:
+        config, plan, topology = self._config, trainer.plan, runtime.current().topology
+        launcher = topology.launcher if self._session.coordinator is None else "hvdtrain elastic"
+        return {
+            "task": f"{config.task}, {trainer.model.count_params():,} parameters",
+            "ranks": f"{topology.size} on {topology.cross_size} host(s), started by {launcher}, "
+            f"{topology.threads} thread(s) each, rank 0 on {topology.device}",
+            "global batch": f"{plan.global_batch_size} samples, {plan.steps_per_epoch} steps per epoch, "
+            f"{trainer.total_steps} steps in total",
+            "mode": _mode(config),
+            "learning rate": _learning_rates(config, trainer.model, topology.size),
+        }
 
     def _rescale_learning_rate(self, model: keras.Model, ranks_before: int) -> None:
         if self._config.training.rescale:
@@ -247,19 +260,6 @@ def _changed_options(config: RunConfig, before: Mapping[str, Any]) -> list[str]:
         for name in now
         if name not in same_result and before.get(name) != now[name]
     ]
-
-
-def _facts(config: RunConfig, trainer: Trainer) -> dict[str, Any]:
-    topology = runtime.current().topology
-    return {
-        "task": f"{config.task}, {trainer.model.count_params():,} parameters",
-        "ranks": f"{topology.size} on {topology.cross_size} host(s), started by {topology.launcher}, "
-        f"{topology.threads} thread(s) each, rank 0 on {topology.device}",
-        "global batch": f"{trainer.plan.global_batch_size} samples, {trainer.plan.steps_per_epoch} steps per epoch, "
-        f"{trainer.total_steps} steps in total",
-        "mode": _mode(config),
-        "learning rate": _learning_rates(config, trainer.model, topology.size),
-    }
 
 
 def _learning_rates(config: RunConfig, model: keras.Model, num_ranks: int) -> str:
