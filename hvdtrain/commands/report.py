@@ -1,5 +1,6 @@
 """``hvdtrain report``: writes the page of some runs, or serves it."""
 
+import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,8 +49,9 @@ def run(
 
 def _serve(live: LiveRuns, address: str, port: int) -> int:
     live.values("")  # Errors now, not in a browser.
-    with make_server(live, address, port) as server:
-        print(f"http://{address}:{server.server_port}/ shows the run; Ctrl-C ends this.", flush=True)
+    token = secrets.token_urlsafe(16)
+    with make_server(live, address, port, token) as server:
+        print(f"http://{address}:{server.server_port}/{token}/ shows the run; Ctrl-C ends this.", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.parse
 import urllib.request
 
 import numpy as np
@@ -332,15 +334,14 @@ def test_a_live_page_follows_the_run(served, tmp_path):
     assert served.process.returncode == 0
 
 
-def test_a_page_of_another_site_cannot_read_a_run(served):
-    for host in ("evil.example", "evil.example:80"):
-        with pytest.raises(urllib.error.HTTPError, match="403"):
-            served.get("values.json", Host=host)
-    # A port that ssh forwards.
-    assert served.get("values.json", Host="localhost:9999")[0] == 200
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        served.get("../../etc/passwd")
-    port = int(served.url.rstrip("/").rpartition(":")[2])
+def test_only_who_knows_the_token_can_read_a_run(served):
+    address, token = served.url.rstrip("/").rsplit("/", 1)
+    paths = ["", "/", "/values.json", "//values.json", f"/{token[:-1]}/", f"/{token}x/values.json", f"/%00{token}/"]
+    for path in [*paths, f"/{token}/../../etc/passwd", f"/{token}/summary.json", "/\u00e9/".encode().decode("latin-1")]:
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(address + urllib.parse.quote(path, safe="/%."), timeout=60)
+    assert served.get("values.json", Host="localhost:9999")[0] == 200, "a port that ssh forwards"
+    port = int(address.rpartition(":")[2])
     with socket.socket() as elsewhere, pytest.raises(OSError, match=r"refused"):
         elsewhere.connect(("127.0.0.2", port))
 

@@ -1,6 +1,7 @@
 """Serves the page of a report while its run goes on. Reads the run's files; the job knows nothing of it."""
 
 import hashlib
+import hmac
 import json
 import threading
 import time
@@ -57,8 +58,10 @@ class LiveRuns:
             self._values = json.dumps({**found, "version": self.version}).encode()
 
 
-def make_server(live: LiveRuns, address: str, port: int) -> ThreadingHTTPServer:
-    """A server of the page; ``port`` 0 is any free one.
+def make_server(live: LiveRuns, address: str, port: int, token: str) -> ThreadingHTTPServer:
+    """A server of the page at ``/TOKEN/``; ``port`` 0 is any free one.
+
+    Other users of this host can connect, too, and pages of other sites that a browser has open: none knows the token.
 
     Raises:
         UsageError: it cannot listen there.
@@ -66,13 +69,13 @@ def make_server(live: LiveRuns, address: str, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if address == LOOPBACK and not _is_own_name(self.headers.get("Host", "")):
-                self._answer(403, b"", "text/plain")  # A page of another site that a browser has open.
-                return
             url = urlsplit(self.path)
-            if url.path == "/":
+            _, received, name = [*url.path.split("/", 2), "", ""][:3]
+            if not hmac.compare_digest(received.encode(), token.encode()):
+                self._answer(404, b"", "text/plain")
+            elif name == "":
                 self._answer(200, live.page(), "text/html; charset=utf-8")
-            elif url.path == "/values.json":
+            elif name == "values.json":
                 found = live.values(parse_qs(url.query).get("version", [""])[0])
                 self._answer(204 if found is None else 200, found or b"", "application/json")
             else:
@@ -101,9 +104,3 @@ def make_server(live: LiveRuns, address: str, port: int) -> ThreadingHTTPServer:
         raise UsageError(
             f"--port must be free, and --address one of this host. Received: {address}:{port} ({error})"
         ) from error
-
-
-def _is_own_name(host: str) -> bool:
-    """Whether a request names this host, also by way of a forwarded port."""
-    name, _, _ = host.rpartition(":")
-    return (name or host) in ("localhost", LOOPBACK, "[::1]")
