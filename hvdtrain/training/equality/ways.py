@@ -247,11 +247,20 @@ def _means(returned: Mapping[str, Any], metrics: Mapping[str, Any], ranks: Colle
     """The means over ranks of the numbers that a step returns; not of those that metrics have."""
     numbers = {
         name: np.asarray(each, np.float64)
-        for name, each in returned.items()
-        if name not in metrics and np.ndim(each) == 0
+        for name, each in _flat(returned)
+        if name not in metrics and np.ndim(each) == 0 and np.issubdtype(np.asarray(each).dtype, np.number)
     }
     totals = ranks.sum(list(numbers.values()))
     return {name: total / ranks.size for name, total in zip(numbers, totals, strict=True)}
+
+
+def _flat(returned: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The values that a step returns, by name; as in Keras, a metric of several values is a dictionary of them."""
+    for name, value in returned.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield name, value
 
 
 @contextlib.contextmanager
