@@ -137,6 +137,13 @@ def _run_in_fit(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
         return run_guarded(model, functools.partial(run_train_step, model, train_step), data)
     _, first = pipelines[0]
     first.batches.observe(data)
+    return run_weighted_train_step(model, train_step, data)
+
+
+def run_weighted_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
+    """Runs the ``train_step`` of a model that is distributed; each rank counts by its number of samples."""
+    pipelines = pipelines_of(model)
+    _, first = pipelines[0]
     weight = batch_weight(data, pipelines) if first.reduce.collectives.reduces else None
     if weight is None:
         return run_train_step(model, train_step, data)

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from hvdtrain.distributed import runtime
+from hvdtrain.optim.keras_calls import run_weighted_train_step
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.model_check import check_of_model
 from hvdtrain.training.equality.scheduled_check import ScheduledCheck
@@ -30,6 +31,7 @@ def _make_checked_train_function(self: Any, force: bool = False) -> None:
         on_unequal=on_unequal,
         how_to_continue="call hvdtrain.init(on_unequal='warn')",
         report=_print,
+        run=run_weighted_train_step,
     )
     if check is not None:
         self.train_function = _checking(check, self.train_function)

@@ -97,17 +97,19 @@ def noted_places() -> Iterator[_Noted]:
 
 
 def first_place(
-    whole: _Noted, part: _Noted, rows: Rows, collectives: Collectives, *, tolerance: float, sums: bool
+    whole: _Noted, part: _Noted, rows: Rows, collectives: Collectives, *, epsilon: float, sums: bool
 ) -> str | None:
     """Says where the first difference is, and what to do; None if there is none before the update.
 
     All ranks must call it.
 
     Args:
-        tolerance: relative to what one process has.
+        epsilon: the rounding of one operation.
         sums: whether the losses of ranks are added up, not averaged.
     """
-    own = _first_output(whole, part, rows, tolerance)
+    # A loss is one number, a mean: it has less rounding, and may differ by little where its gradient differs by much.
+    of_tensors, of_losses = float(np.sqrt(epsilon)), epsilon ** (2 / 3)
+    own = _first_output(whole, part, rows, of_tensors)
     shape = [len(part.losses), *(each.size for _, each in part.gradients)]
     everyone = collectives.allgather((own, shape))
     first = min((found for found, _ in everyone if found is not None), default=None)
@@ -128,7 +130,7 @@ def first_place(
         for mine, (path, value) in zip(gradients, whole.gradients, strict=False)
     ]
     for text, name, mine, value in pairs:
-        share = _share(mine, value)
+        share, tolerance = _share(mine, value), of_losses if text is _LOSS else of_tensors
         if share is not None and share > tolerance:
             of_sum = _share(mine / factor, value)
             if text is _LOSS and of_sum is not None and of_sum <= tolerance:

@@ -16,6 +16,7 @@ from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.draws import Draws
+from hvdtrain.training.equality.frozen_weights import frozen_weights
 from hvdtrain.training.equality.places import first_place, noted_places
 from hvdtrain.training.equality.samples import Samples, gather_samples
 from hvdtrain.training.equality.updates import Update
@@ -68,12 +69,22 @@ class StepCheck:
         step: receives the samples, and makes a step of the model.
         model: what it trains.
         collectives: the ranks that make steps together.
+        unweighted: the same step, whose losses are not multiplied by the number of a rank's samples, so that they can
+            be compared (default: the step).
     """
 
-    def __init__(self, step: Callable[[Any], Any], model: keras.Model, collectives: Collectives):
+    def __init__(
+        self,
+        step: Callable[[Any], Any],
+        model: keras.Model,
+        collectives: Collectives,
+        *,
+        unweighted: Callable[[Any], Any] | None = None,
+    ):
         self._model = model
         self._collectives = collectives
         self._step = CheckedStep(step, model, collectives)
+        self._unweighted = CheckedStep(unweighted or step, model, collectives)
         self._num_checks = 0
 
     def run(self, batch: Any) -> Finding:
@@ -121,6 +132,12 @@ class StepCheck:
             when="After a step,",
             cause="It was changed other than by gradients that are the same on all ranks: by a gradient that was not "
             "reduced, or by an optimizer that is not wrapped in hvdtrain.DistributedOptimizer.",
+        )
+        require_equal_variables(
+            frozen_weights(self._model),
+            self._collectives,
+            when="After a step, frozen",
+            cause="No gradient makes it equal. Load or freeze weights before hvdtrain.broadcast(model) is called.",
         )
 
     def _compare(self, samples: Samples, draws: Draws, whole: Outcome) -> Finding:
@@ -174,13 +191,13 @@ class StepCheck:
         place = None
         if found.kind in ("gradient", "updates", "variable"):
             with noted_places() as of_whole:
-                self._step.of_one_process(samples.whole, draws.repeated, _as_it_is)
+                self._unweighted.of_one_process(samples.whole, draws.repeated, _as_it_is)
             comparison.begin()
             with noted_places() as of_part:
-                self._step.of_all_ranks(samples.part, draws.repeated, comparison.apply)
+                self._unweighted.of_all_ranks(samples.part, draws.repeated, comparison.apply)
             sums = any(pipeline.reduce.config.op == "sum" for _, pipeline in pipelines_of(self._model))
-            tolerance = float(np.sqrt(self._step.epsilon))
-            place = first_place(of_whole, of_part, samples.rows, self._collectives, tolerance=tolerance, sums=sums)
+            epsilon = self._step.epsilon
+            place = first_place(of_whole, of_part, samples.rows, self._collectives, epsilon=epsilon, sums=sums)
         return f"{place or _rule(found)}. In all, {_text(found)} differs from that of one process by {_size(found)}"
 
     @contextlib.contextmanager
