@@ -19,20 +19,24 @@ PICTURES = {
     "slow-rank": ("slow-rank", "ranks"),
     "step-parts": ("slow-rank", "step-parts"),
     "members": ("lost-rank", "members"),
-    "comparison": ("comparison", "loss-elapsed_seconds"),
+    "comparison": ("comparison", "value-examples-s"),
 }
 """The report and the figure of each picture."""
 WIDTH, HEIGHT = 480, 440
 
 
 def take(html: str, figure: str, path: Path) -> None:
-    """A picture of one figure with its title and sentence."""
-    only = f"<style>header, #tables, main > section:not(#figure-{figure.replace('_', '-')}) {{ display: none }}</style>"
+    """A picture of one figure, which the page's link to it names, with its title and sentence."""
+    only = f"<style>header, #tables, main > section:not(#figure-{figure}) {{ display: none }}</style>"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "page.html")
         file.write_text(html.replace("</head>", f"{only}</head>"))
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=2"]
-        options += ["--virtual-time-budget=8000", f"--window-size={WIDTH},{HEIGHT}", f"--user-data-dir={folder}/profile"]
+        options += [
+            "--virtual-time-budget=8000",
+            f"--window-size={WIDTH},{HEIGHT}",
+            f"--user-data-dir={folder}/profile",
+        ]
         subprocess.run(["chromium", *options, f"--screenshot={path}", file.as_uri()], check=True)
 
 
