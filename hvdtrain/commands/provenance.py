@@ -24,7 +24,7 @@ def provenance(hosts: Sequence[str], data: Mapping[str, Any]) -> dict[str, Any]:
     ranks_of_hosts = collections.Counter(hosts)
     return {
         "versions": versions.versions(),
-        "ranks of hosts": dict(list(ranks_of_hosts.items())[:_MAX_NAMES]),
+        "ranks per host": dict(list(ranks_of_hosts.items())[:_MAX_NAMES]),
         "code": {"hvdtrain": versions.code_digest(), **_imported_code()},
         "training data": dict(data),
     }

@@ -67,9 +67,10 @@ def shown(html):
 def test_each_figure_shows_what_was_logged(tmp_path):
     run = read_run(make_run(tmp_path / "run"))
     found = {each.name: each for each in figures([run])}
-    loss = found["loss-samples"]
+    assert "loss-samples" not in found, "it would be that over steps"
+    loss = found["loss-step"]
     assert [line.is_dashed for line in loss.lines] == [False, True]
-    assert loss.lines[0].x == [960 * i for i in range(1, 11)]
+    assert loss.lines[0].x == [10 * i for i in range(1, 11)]
     assert loss.lines[0].y == [2 / (10 * i) for i in range(1, 11)]
     assert loss.is_logarithmic
     assert found["metric-accuracy"].lines[1].y == [0.75]
@@ -81,12 +82,12 @@ def test_each_figure_shows_what_was_logged(tmp_path):
     heights = {name: values[0] for name, values in parts.heights.items()}
     assert heights == pytest.approx({"compute": 9, "input": 1, "waiting": 10, "communication": 5})
     ranks = found["ranks"]
-    assert "Rank 1 is the slowest in 100 % of the columns." in ranks.says
+    assert "Rank 1 is the slowest in 100 % of the columns, by a factor of 2.0, from step 1 on." in ranks.says
     assert ranks.row == [0, 1, 2] * 2
     assert ranks.ratio[:3] == [1, 2, 1]
     assert (ranks.left[0], ranks.right[0], ranks.right[-1]) == (1, 65, 101)
     assert notes(run) == [
-        ("60", "2 rank(s) train together from here on, after a pause of 0.25 s"),
+        ("60", "1 rank lost, or left; 2 ranks from here on, after a pause of 0.25 s"),
         ("70", "<script>alert(1)</script> is slow"),
     ]
 
@@ -110,7 +111,7 @@ def test_several_runs_are_drawn_together_with_what_differs(tmp_path):
     runs = [read_run(make_run(tmp_path / name, batch_size=size)) for name, size in (("a", 32), ("b", 64))]
     (tmp_path / "b" / "provenance.json").write_text(json.dumps({"code": {"train.py": "1a2b"}, "versions": {}, "x": 3}))
     runs[1] = read_run(tmp_path / "b")
-    assert differences(runs) == [("batch_size", ["32", "64"]), ("code: train.py", ["None", "1a2b"])]
+    assert differences(runs) == [("batch_size", ["32", "64"]), ("code: train.py", ["", "1a2b"])]
     found = {each.name: each for each in figures(runs)}
     assert len(found["loss-step"].lines) == 4
     assert not {"ranks", "step-parts", "members"} & set(found)
@@ -118,6 +119,44 @@ def test_several_runs_are_drawn_together_with_what_differs(tmp_path):
     html = hvdtrain.report(*(run.name for run in runs))._repr_html_()
     assert html.startswith("<iframe")
     assert "What differs" in html
+
+
+def test_ranks_are_slow_only_if_the_others_wait_for_them(tmp_path):
+    reporter = RankTimesReporter(tmp_path / "ranks.jsonl")
+    seconds = np.full((3, 256, 3), 0.010)
+    seconds[2, :, 1] = 0.0105
+    reporter.rank_times(256, seconds, (1, 1, 1))
+    assert step_parts.straggler(read_run(tmp_path).rank_times) is None
+    seconds[2, 64:, 1] = 0.030
+    reporter.rank_times(512, seconds, (1, 1, 1))
+    seconds[2, :, 1] = 0.040
+    reporter.rank_times(1024, seconds, (1, 1, 1))
+    run = read_run(tmp_path)
+    assert step_parts.straggler(run.rank_times[4:]) == step_parts.Straggler(2, 7 / 8, 4, 321)
+    # Steps 513 to 768 are missing: nothing is drawn across them.
+    parts = next(each for each in figures([run]) if each.name == "step-parts")
+    totals = map(sum, zip(*parts.heights.values(), strict=True))
+    assert [x for x, total in zip(parts.x, totals, strict=True) if total == 0] == [512, 769]
+
+
+def test_several_batch_sizes_are_drawn_over_samples(tmp_path):
+    folder = make_run(tmp_path / "run")
+    lines = [{"event": "train", "step": s, "samples": 8 * s * s, "loss": 1.0} for s in range(1, 9)]
+    write_lines(folder / "metrics.jsonl", lines)
+    assert "loss-samples" in {each.name for each in figures([read_run(folder)])}
+
+
+def test_what_happened_says_how_long_a_run_was_away(tmp_path):
+    folder = make_run(tmp_path / "run")
+    members = {"event": "members", "step": 3, "ranks": 3, "ranks_before": 1}
+    resume = {"event": "resume", "step": 9, "time": 61.0, "checkpoint": "/a/path/step-00000009"}
+    lines = [members, {"event": "train", "step": 9, "time": 1.0}, {"event": "start", "time": 59.0}, resume]
+    write_lines(folder / "metrics.jsonl", [*lines, {"event": "members", "step": 10, "ranks": 1}])
+    assert notes(read_run(folder)) == [
+        ("3", "2 ranks joined; 3 ranks from here on"),
+        ("9", "resumed from step-00000009, 60 s after the last line before"),
+        ("10", "the ranks changed; 1 rank from here on"),
+    ]
 
 
 def test_what_steps_lost_is_drawn(tmp_path):
@@ -184,7 +223,7 @@ def test_a_run_records_what_it_is_made_with_and_what_its_steps_lost(tmp_path):
     assert len(set(digests)) == 2
     shown_facts = dict(made_with(runs[0]))
     assert shown_facts["training data: samples"] == "64"
-    assert shown_facts[f"ranks of hosts: {socket.gethostname()}"] == "1"
+    assert shown_facts[f"ranks per host: {socket.gethostname()}"] == "1"
     assert {"versions: keras", "code: hvdtrain", "code: its_task.py"} < set(shown_facts)
     assert "value-loss_scale" in {each.name for each in figures(runs)}
 
@@ -253,7 +292,7 @@ def test_the_times_of_many_ranks_and_steps_stay_small(num_ranks, tmp_path):
     assert size * (1_000_000 / 512) < 50e6
     lines = step_parts.usable(read_run(tmp_path).rank_times)
     assert [line["step"] for line in lines] == list(range(64, 513, 64))
-    assert all(step_parts.slowest_rank([line]) == (7, 1) for line in lines)
+    assert all(step_parts.straggler([line]).rank == 7 for line in lines)
     assert len(step_parts.ranks(lines[0])) == (64 if num_ranks == 64 else 10)
     assert "Rank 7 is the slowest" in next(each for each in figures([read_run(tmp_path)]) if each.name == "ranks").says
 
@@ -317,7 +356,7 @@ def test_a_live_page_follows_the_run(served, tmp_path):
     assert served.get(f"values.json?version={before['version']}") == (204, b"")
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write(
-            json.dumps({"event": "train", "step": 110, "samples": 1, "elapsed_seconds": 11, "loss": 0.25}) + "\n"
+            json.dumps({"event": "train", "step": 110, "samples": 10560, "elapsed_seconds": 11, "loss": 0.25}) + "\n"
         )
     began_s = time.monotonic()
     while (after := served.values())["version"] == before["version"]:

@@ -1,5 +1,6 @@
 """Draws the figures of a report with Bokeh, each from named columns that a live page replaces."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.errors import UsageError
@@ -41,8 +42,15 @@ def columns_of(figure: Figure) -> dict[str, Columns]:
     return {f"{figure.name} {i}": each for i, each in enumerate(found)}
 
 
-def draw(figure: Figure) -> Any:
-    """A Bokeh figure."""
+def draw_all(figures: Sequence[Figure]) -> dict[str, Any]:
+    """Bokeh figures by name. Those with the same horizontal axis show the same part of it, also when one is moved."""
+    from bokeh.models import DataRange1d
+
+    ranges = {each.x_label: DataRange1d() for each in figures}
+    return {each.name: _draw(each, ranges[each.x_label]) for each in figures}
+
+
+def _draw(figure: Figure, x_range: Any) -> Any:
     from bokeh.models import BasicTicker, ColumnDataSource, HoverTool
     from bokeh.plotting import figure as make_figure
 
@@ -51,6 +59,7 @@ def draw(figure: Figure) -> Any:
     made = make_figure(
         height=_HEIGHT,
         sizing_mode="stretch_width",
+        x_range=x_range,
         x_axis_label=figure.x_label,
         y_axis_label=figure.y_label,
         y_axis_type="log" if is_logarithmic else "auto",
@@ -80,7 +89,7 @@ def draw(figure: Figure) -> Any:
         hover = []
     elif isinstance(figure, Cells):
         _draw_cells(made, sources[0])
-        hover = [("rank", "@row"), ("steps", "@left to @right"), ("ms", "@value"), ("times the median", "@ratio")]
+        hover = [("rank", "@row"), ("steps", "@left to @right"), ("ms", "@value"), ("times the median", "@ratio{0.00}")]
     else:
         made.vbar(x="x", top="y", width=1, source=sources[0], color=_COLORS[0], line_color=_COLORS[0], line_width=2)
         hover = [(figure.x_label, "@x"), (figure.y_label, "@y")]
@@ -92,7 +101,9 @@ def draw(figure: Figure) -> Any:
 
 def _draw_lines(made: Any, figure: Lines, sources: list[Any]) -> None:
     for line, source in zip(figure.lines, sources, strict=True):
-        style = {"color": _COLORS[line.number % len(_COLORS)], "line_width": 2}
+        # Equal lines are seen beneath each other.
+        width = 2 + 2 * (len({each.number for each in figure.lines}) - 1 - line.number) if not figure.is_stepped else 2
+        style = {"color": _COLORS[line.number % len(_COLORS)], "line_width": max(2, width)}
         if len(figure.lines) > 1:
             style["legend_label"] = line.label
         if figure.is_stepped:
@@ -119,13 +130,18 @@ def _draw_cells(made: Any, source: Any) -> None:
         line_color=None,
     )
     made.yaxis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
-    bar = ColorBar(color_mapper=mapper["transform"], title="times the median", width=10, background_fill_alpha=0)
+    bar = ColorBar(color_mapper=mapper["transform"], title="time / median", width=10, background_fill_alpha=0)
+    bar.major_label_overrides = {2: "2 or more"}
     bar.title_text_color = bar.major_label_text_color = _GREY
     made.add_layout(bar, "right")
 
 
 def _make_readable(made: Any) -> None:
+    from bokeh.models import BasicTickFormatter
+
     for axis in made.axis:
+        if type(axis.formatter) is BasicTickFormatter:
+            axis.formatter.power_limit_low, axis.formatter.power_limit_high = -6, 9
         axis.axis_label_text_color = axis.major_label_text_color = axis.axis_line_color = _GREY
         axis.major_tick_line_color = axis.minor_tick_line_color = _GREY
         axis.axis_label_text_font_style = "normal"

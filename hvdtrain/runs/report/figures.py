@@ -10,7 +10,7 @@ _MAX_POINTS = 2000
 """The most points of a line: a page stays small, whatever the length of the run."""
 _MAX_METRICS = 6
 _GAUGES = {
-    "examples/s": ("Throughput", "Samples that all ranks trained on in a second.", "samples/s"),
+    "examples/s": ("Throughput", "Samples per second over all ranks, while steps are made.", "samples/s"),
     "learning_rate": ("Learning rate", "The learning rate of each step.", "learning rate"),
     "gradient_norm": ("Gradient norm", "The norm of the gradients of all variables.", "norm"),
     "loss_scale": (
@@ -33,7 +33,7 @@ _GAUGES = {
 """Values of log lines that are no metrics: title, what the figure shows, and unit."""
 _NOT_DRAWN = ("loss", "s/batch", "smallest_batch", "largest_batch")
 """Values of log lines that other figures show."""
-_AXES = {"step": "step", "samples": "samples", "elapsed_seconds": "seconds of training"}
+_AXES = {"step": "steps", "samples": "samples", "elapsed_seconds": "seconds of training"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +108,19 @@ def figures(runs: Sequence[RunRecord]) -> list[Figure]:
 
 
 def _losses(runs: Sequence[RunRecord]) -> list[Figure | None]:
-    return [
-        _lines(
-            runs,
-            axis,
-            "loss",
-            f"loss-{axis}",
-            f"Loss over {label}",
-            "Training (lines) and evaluation (dashed): lower is better, and flat means that it no longer learns.",
-            "loss",
-        )
-        for axis, label in _AXES.items()
-    ]
+    says = "Training (solid) and evaluation (dashed). Lower is better; a flat curve has stopped improving."
+    # With one batch size, the figure over samples is that over steps.
+    axes = [axis for axis in _AXES if axis != "samples" or len(_batch_sizes(runs)) > 1]
+    return [_lines(runs, axis, "loss", f"loss-{axis}", f"Loss over {_AXES[axis]}", says, "loss") for axis in axes]
+
+
+def _batch_sizes(runs: Sequence[RunRecord]) -> set[float]:
+    """The samples per step of each run, over half of its steps and over all of them."""
+    sizes = set()
+    for run in runs:
+        steps, samples = _finite(*run.points("train", "step", "samples"))
+        sizes |= {round(samples[i] / steps[i]) for i in {len(steps) // 2, len(steps) - 1} if steps and steps[i] > 0}
+    return sizes
 
 
 def _metrics(runs: Sequence[RunRecord]) -> list[Figure | None]:
@@ -130,7 +131,7 @@ def _metrics(runs: Sequence[RunRecord]) -> list[Figure | None]:
         for name, value in run.last(event).items()
         if name not in (*NOT_METRICS, *_GAUGES, *_NOT_DRAWN) and is_finite(value)
     )
-    says = "Training (lines) and evaluation (dashed)."
+    says = "Training (solid) and evaluation (dashed)."
     return [_lines(runs, "step", name, f"metric-{name}", name, says, name) for name in list(known)[:_MAX_METRICS]]
 
 
@@ -184,17 +185,17 @@ def _is_predicted(row: object) -> bool:
 
 
 def _parts(run: RunRecord) -> Areas | None:
-    found = [step_parts.parts(line) for line in step_parts.usable(run.rank_times)]
+    found = step_parts.with_gaps([step_parts.parts(line) for line in step_parts.usable(run.rank_times)])
     if not found:
         return None
     x = [(each.first_step + each.step) / 2 for each in found]
     names = ("compute", "input", "waiting", "communication")
     heights = {name: _thinned(x, [getattr(each, name) for each in found])[1] for name in names}
     says = (
-        "The time of a step: computing, waiting for input, waiting for the slowest rank, and communication that "
-        "computing does not hide."
+        "The time of a step: computing, waiting for input, waiting for the slowest rank, and communication that does "
+        "not overlap with computing. Medians of 64 steps; gaps were not recorded."
     )
-    return Areas("step-parts", "Where the time goes", says, "step", "ms", _thinned(x, x)[0], heights)
+    return Areas("step-parts", "Where the time goes", says, "steps", "ms", _thinned(x, x)[0], heights)
 
 
 def _ranks(run: RunRecord) -> Cells | None:
@@ -204,19 +205,22 @@ def _ranks(run: RunRecord) -> Cells | None:
     every = -(-len(lines) * min(64, len(step_parts.ranks(lines[0]))) // (4 * _MAX_POINTS))
     cells = [cell for line in lines[::every] for cell in step_parts.ranks(line)]
     says = (
-        "Time until a rank has computed its gradients. The others wait for the darkest row; a column that is dark as "
-        "a whole is a step that was slow everywhere."
+        "The time until a rank has computed its gradients, for each 64 steps, compared with the median over ranks. The "
+        "other ranks wait for the darkest cell of a column. White: not recorded."
     )
-    rank, share = step_parts.slowest_rank(lines)
-    if share > 0.5:
-        says += f" Rank {rank} is the slowest in {100 * share:.0f} % of the columns."
+    straggler = step_parts.straggler(lines)
+    if straggler is not None:
+        says += (
+            f" Rank {straggler.rank} is the slowest in {100 * straggler.share:.0f} % of the columns, by a factor of "
+            f"{straggler.ratio:.1f}, from step {straggler.first_step} on."
+        )
     if any("slowest" in line for line in lines):
         says += " Of more than 64 ranks, the ten slowest are shown."
     return Cells(
         "ranks",
         "Ranks",
         says,
-        "step",
+        "steps",
         "rank",
         [each.first_step for each in cells],
         [each.step + 1 for each in cells],
@@ -236,8 +240,8 @@ def _shares(run: RunRecord) -> Lines | None:
     for rank in range(num_ranks):
         points = [(line["first_step"], line["batch_sizes"][rank]) for line in lines if rank < len(line["batch_sizes"])]
         drawn.append(Line(f"rank {rank}", *_thinned(*map(list, zip(*points, strict=True))), rank))
-    says = "Samples of each rank in a micro-batch: slower ranks get fewer."
-    return Lines("shares", "Shares of the batch", says, "step", "samples", drawn, is_stepped=True)
+    says = "Samples of each rank in a micro-batch. Slower ranks get fewer."
+    return Lines("shares", "Shares of the batch", says, "steps", "samples", drawn, is_stepped=True)
 
 
 def _members(run: RunRecord) -> Lines | None:
@@ -250,20 +254,25 @@ def _members(run: RunRecord) -> Lines | None:
     last = number(run.events[-1].get("step"))
     if last is not None:
         x, y = [*x, last], [*y, y[-1]]
-    says = "Ranks that train together: a step down is a rank that was lost or has left, a step up one that has joined."
-    return Lines("members", "Members", says, "step", "ranks", [Line("ranks", x, y, 0)], is_stepped=True)
+    says = "The ranks that train together. The number falls when a rank is lost or leaves, and rises when one joins."
+    return Lines("members", "Number of ranks", says, "steps", "ranks", [Line("ranks", x, y, 0)], is_stepped=True)
 
 
 def _stops(run: RunRecord) -> list[Figure | None]:
     """What training stood still for."""
     found: list[Figure | None] = []
     for event, value, title, says in (
-        ("members", "pause_seconds", "Pauses of the members", "How long training stood still when ranks changed."),
-        ("checkpoint", "blocked_seconds", "Checkpoints", "How long training stood still for each checkpoint."),
+        (
+            "members",
+            "pause_seconds",
+            "Pauses when ranks change",
+            "How long training paused when ranks left or joined.",
+        ),
+        ("checkpoint", "blocked_seconds", "Checkpoints", "How long training paused for each checkpoint."),
     ):
         x, y = _finite(*run.points(event, "step", value))
         if x:
-            found.append(Bars(f"stops-{event}", title, says, "step", "s", *_thinned(x, y)))
+            found.append(Bars(f"stops-{event}", title, says, "steps", "s", *_thinned(x, y)))
     return found
 
 

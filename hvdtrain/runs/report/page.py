@@ -6,8 +6,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.runs.report.drawing import Columns, columns_of, draw
-from hvdtrain.runs.report.facts import differences, facts, made_with, notes
+from hvdtrain.runs.report.drawing import Columns, columns_of, draw_all
+from hvdtrain.runs.report.facts import by_name, differences, facts, made_with, notes
 from hvdtrain.runs.report.figures import Figure, figures
 from hvdtrain.runs.run_record import RunRecord
 
@@ -24,7 +24,7 @@ def html(runs: Sequence[RunRecord], *, is_live: bool = False) -> str:
     from bokeh.resources import Resources
 
     drawn = figures(runs)
-    script, places = components({each.name: draw(each) for each in drawn}) if drawn else ("", {})
+    script, places = components(draw_all(drawn)) if drawn else ("", {})
     title = ", ".join(run.name for run in runs)
     links = " ".join(f'<a href="#{escape(_anchor(each))}">{escape(each.title)}</a>' for each in drawn)
     sections = "\n".join(_section(each, places[each.name]) for each in drawn)
@@ -69,14 +69,15 @@ def values(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def tables(runs: Sequence[RunRecord]) -> str:
     """What is known about the runs, how they differ, and what happened in them."""
     parts = []
+    head = ["", *(run.name for run in runs)] if len(runs) > 1 else []
     if len(runs) > 1 and (different := differences(runs)):
-        head = ["", *(run.name for run in runs)]
         parts.append(_table("What differs", head, [[name, *shown] for name, shown in different]))
+    title = "The run" if len(runs) == 1 else "The runs"
+    parts.append(_table(title, head, [[name, *shown] for name, shown in by_name(list(map(facts, runs)))]))
     for run in runs:
-        title = "The run" if len(runs) == 1 else run.name
-        parts.append(_table(title, [], facts(run)))
         if rows := notes(run):
-            parts.append(_table(f"{title}: what happened", ["step", "event"], rows))
+            of_run = "" if len(runs) == 1 else f" in {run.name}"
+            parts.append(_table(f"What happened{of_run}", ["step", "event"], rows))
     if len(runs) == 1:
         options = [(name, str(value)) for name, value in runs[0].config.items()]
         for summary, rows in (("Options", options), ("Versions, hosts, code and data", made_with(runs[0]))):

@@ -2,11 +2,14 @@
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdtrain.runs.run_record import is_finite
 
+_STRAGGLER_RATIO = 1.1
+"""Ranks that are less slow differ by chance."""
 _TIMES = ("input_ms", "ready_ms", "reduction_ms")
 
 
@@ -36,6 +39,18 @@ class RankTime:
     """To the median over ranks."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """A rank for which the others wait."""
+
+    rank: int
+    share: float
+    """Of the lines in which it is the slowest."""
+    ratio: float
+    """Of its time to the median over ranks, there."""
+    first_step: int
+
+
 def usable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The lines that are complete: a file may be damaged, or of another version."""
     return [line for line in lines if _is_usable(line)]
@@ -63,11 +78,28 @@ def ranks(line: Mapping[str, Any]) -> list[RankTime]:
     return [RankTime(line["first_step"], line["step"], int(rank), ms, ms / median) for rank, ms in pairs]
 
 
-def slowest_rank(lines: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
-    """The rank that was the slowest in most of these lines, and the share of the lines."""
-    counts = collections.Counter(max(ranks(line), key=lambda each: each.ready_ms).rank for line in lines)
-    ((rank, count),) = counts.most_common(1)
-    return rank, count / len(lines)
+def with_gaps(parts: Sequence[StepParts]) -> list[StepParts]:
+    """The same, with nothing where steps are missing, so that no line is drawn across them."""
+    found: list[StepParts] = []
+    for each in parts:
+        if found and each.first_step > found[-1].step + 1:
+            for step in (found[-1].step, each.first_step):
+                found.append(StepParts(step, step, input=0.0, compute=0.0, waiting=0.0, communication=0.0))
+        found.append(each)
+    return found
+
+
+def straggler(lines: Sequence[Mapping[str, Any]]) -> Straggler | None:
+    """The rank that is slower than the others in most of these lines; None if there is none."""
+    slowest = [max(ranks(line), key=lambda each: each.ready_ms) for line in lines]
+    slower = [each for each in slowest if each.ratio >= _STRAGGLER_RATIO]
+    if not slower:
+        return None
+    ((rank, count),) = collections.Counter(each.rank for each in slower).most_common(1)
+    if count <= len(lines) / 2:
+        return None
+    its = [each for each in slower if each.rank == rank]
+    return Straggler(rank, count / len(lines), statistics.median(each.ratio for each in its), its[0].first_step)
 
 
 def _median(line: Mapping[str, Any], name: str) -> float:
