@@ -116,7 +116,7 @@ def _losses(runs: Sequence[RunRecord]) -> list[Figure | None]:
 
 def _batch_sizes(runs: Sequence[RunRecord]) -> set[float]:
     """The samples per step of each run, over half of its steps and over all of them."""
-    sizes = set()
+    sizes: set[float] = set()
     for run in runs:
         steps, samples = _finite(*run.points("train", "step", "samples"))
         sizes |= {round(samples[i] / steps[i]) for i in {len(steps) // 2, len(steps) - 1} if steps and steps[i] > 0}
