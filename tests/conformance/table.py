@@ -1,4 +1,7 @@
-"""Writes docs/conformance.md from the results of a job: python tests/conformance/table.py …/rank0.xml"""
+"""Writes docs/conformance.md from the results of two jobs, of the programs and of the broken programs:
+
+python tests/conformance/table.py programs/rank0.xml broken_programs/rank0.xml
+"""
 
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -7,8 +10,9 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parents[2] / "docs" / "conformance.md"
 WAYS = {"fit": "`model.fit`", "trainer": "`Trainer`", "task": "`--task`"}
 """The ways to train a program, and the headings of their columns."""
-RESULT = "result"
-"""The property of a test case that holds its result."""
+RESULT, FOUND = "result", "found"
+"""The properties of test cases that hold the result of a program, and what was found when it was broken."""
+NOT_BROKEN = "–"
 
 _HEAD = """# Conformance: programs compared with one process
 
@@ -18,6 +22,10 @@ process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`
 "equal": the weights are those of one process, on all ranks, and `Trainer` and `--task` log the same loss and metrics.
 The number is the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is
 greater; at most 1e-6 is allowed. "refused": hvdtrain raises an error that begins with these words.
+
+"if broken, found by": each program is also trained by `model.fit` on 2 ranks while one thing is wrong, in the program or
+in hvdtrain. Before the colon is what is wrong, after it what the error names; it ends training on all ranks, after the
+first step at the latest.
 
 Each program is also trained by `Trainer` with each of ten options (`--balance`, `--quorum`, `--shard-optimizer`, …):
 the weights are those of one process, or the option is refused.
@@ -41,15 +49,28 @@ def read_results(junit: Path) -> dict[str, dict[str, str]]:
     return results
 
 
-def render(rows: list[tuple[str, str]], results: dict[str, dict[str, str]]) -> str:
+def read_found(junit: Path) -> dict[str, str]:
+    """How each program was broken and what was reported, from the JUnit file of a rank."""
+    return {
+        case.get("name", "").partition("[")[2].rstrip("]"): each.get("value", "")
+        for case in ElementTree.parse(junit).getroot().iter("testcase")
+        for each in case.iter("property")
+        if each.get("name") == FOUND
+    }
+
+
+def render(rows: list[tuple[str, str]], results: dict[str, dict[str, str]], found: dict[str, str]) -> str:
     """The document.
 
     Args:
         rows: name and description of each program.
+        results: those of each program in each way.
+        found: what was reported of each program that was broken.
     """
-    lines = [f"| program | {' | '.join(WAYS.values())} |", f"|{'---|' * (1 + len(WAYS))}"]
+    lines = [f"| program | {' | '.join(WAYS.values())} | if broken, found by |", f"|{'---|' * (2 + len(WAYS))}"]
     for name, description in rows:
-        lines.append(f"| `{name}`: {description} | {' | '.join(results[name][way] for way in WAYS)} |")
+        cells = [*(results[name][way] for way in WAYS), found.get(name, NOT_BROKEN)]
+        lines.append(f"| `{name}`: {description} | {' | '.join(cells)} |")
     return "\n".join([_HEAD, *lines, ""])
 
 
@@ -61,4 +82,5 @@ def descriptions() -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(render(descriptions(), read_results(Path(sys.argv[1]))))
+    programs, broken_programs = map(Path, sys.argv[1:])
+    DOCUMENT.write_text(render(descriptions(), read_results(programs), read_found(broken_programs)))
