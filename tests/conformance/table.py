@@ -23,9 +23,9 @@ process, and on 2 ranks by `model.fit` with `DistributedOptimizer`, by `Trainer`
 The number is the largest difference of a weight, divided by the largest weight of its variable or by 1, whichever is
 greater; at most 1e-6 is allowed. "refused": hvdtrain raises an error that begins with these words.
 
-"if broken, found by": each program is also trained by `model.fit` on 2 ranks while one thing is wrong, in the program or
-in hvdtrain. Before the colon is what is wrong, after it what the error names; it ends training on all ranks, after the
-first step at the latest.
+"if broken, found by": each program is also trained by `model.fit` on 2 ranks while one thing in it or in hvdtrain is
+wrong. Before the colon is what is wrong, after it what the error names; it ends training on all ranks, after the first
+step at the latest.
 
 Each program is also trained by `Trainer` with each of ten options (`--balance`, `--quorum`, `--shard-optimizer`, …):
 the weights are those of one process, or the option is refused.
