@@ -120,14 +120,29 @@ def test_searches_do_not_find_programs(site):
     assert not [text for text in examples if "import " in text]
 
 
+def pages_of(site: Path) -> list[Path]:
+    """All pages but the reports of the gallery, which are complete in themselves."""
+    return [page for page in site.rglob("*.html") if page.parent != site / "gallery"]
+
+
+def test_the_gallery_has_reports_that_load_nothing(site):
+    reports = sorted((site / "gallery").iterdir())
+    assert [each.name for each in reports] == ["comparison.html", "lost-rank.html", "slow-rank.html"]
+    assert not any(Anchors(each).loaded for each in reports)
+    texts = [each.read_text() for each in reports]
+    assert "balance_every" in texts[0]
+    assert "1 rank lost, or left; 2 ranks from here on" in texts[1]
+    assert "Rank 1 is the slowest in " in texts[2]
+
+
 def test_every_page_shows_the_version_and_loads_the_logo(site):
-    for page in site.rglob("*.html"):
+    for page in pages_of(site):
         assert f"hvdtrain {hvdtrain.__version__}, " in page.read_text() or page.name == "404.html", page
         assert any(each.endswith("images/logo.svg") for each in Anchors(page).loaded), page
 
 
 def test_nothing_is_loaded_from_other_hosts(site):
-    pages = list(site.rglob("*.html"))
+    pages = pages_of(site)
     assert len(pages) > 20
     for page in pages:
         loaded = Anchors(page).loaded
