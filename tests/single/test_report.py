@@ -129,6 +129,9 @@ def test_ranks_are_slow_only_if_the_others_wait_for_them(tmp_path):
     assert step_parts.straggler(read_run(tmp_path).rank_times) is None
     seconds[2, 64:, 1] = 0.030
     reporter.rank_times(512, seconds, (1, 1, 1))
+    by_chance = [{**line, "ready_ms": [10, 10, 12]} for line in read_run(tmp_path).rank_times[1:2]]
+    lines = read_run(tmp_path).rank_times
+    assert step_parts.straggler([*by_chance, *lines[2:]]).first_step == 321
     seconds[2, :, 1] = 0.040
     reporter.rank_times(1024, seconds, (1, 1, 1))
     run = read_run(tmp_path)

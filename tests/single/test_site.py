@@ -132,7 +132,7 @@ def test_the_gallery_has_reports_that_load_nothing(site):
     texts = [each.read_text() for each in reports]
     assert "balance_every" in texts[0]
     assert "1 rank lost, or left; 2 ranks from here on" in texts[1]
-    assert "Rank 1 is the slowest in " in texts[2]
+    assert "by a factor of 6.7, from step 705 on." in texts[2]
 
 
 def test_every_page_shows_the_version_and_loads_the_logo(site):

@@ -174,7 +174,7 @@ def _scaling(runs: Sequence[RunRecord]) -> Lines | None:
         step_ms = run.summary.get("step_ms")
         ranks = number(run.summary.get("ranks"))
         median_ms = number(step_ms.get("p50")) if isinstance(step_ms, dict) else None
-        if ranks is not None and median_ms is not None:
+        if ranks is not None and median_ms is not None and is_finite(ranks) and is_finite(median_ms):
             lines.append(Line(f"{run.name}: measured", [ranks], [median_ms], color))
     says = "The time of a step by number of ranks: predicted by bench (dashed), and measured by these runs (points)."
     return Lines("scaling", "Predicted and measured scaling", says, "ranks", "ms", lines)
@@ -249,10 +249,10 @@ def _members(run: RunRecord) -> Lines | None:
     if not x:
         return None
     before = number(run.of_kind("members")[0].get("ranks_before"))
-    if before is not None:
+    if before is not None and is_finite(before):
         x, y = [0, *x], [before, *y]
     last = number(run.events[-1].get("step"))
-    if last is not None:
+    if last is not None and is_finite(last):
         x, y = [*x, last], [*y, y[-1]]
     says = "The ranks that train together. The number falls when a rank is lost or leaves, and rises when one joins."
     return Lines("members", "Number of ranks", says, "steps", "ranks", [Line("ranks", x, y, 0)], is_stepped=True)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class Straggler:
     ratio: float
     """Of its time to the median over ranks, there."""
     first_step: int
+    """Since when it is slow."""
 
 
 def usable(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -98,8 +100,12 @@ def straggler(lines: Sequence[Mapping[str, Any]]) -> Straggler | None:
     ((rank, count),) = collections.Counter(each.rank for each in slower).most_common(1)
     if count <= len(lines) / 2:
         return None
-    its = [each for each in slower if each.rank == rank]
-    return Straggler(rank, count / len(lines), statistics.median(each.ratio for each in its), its[0].first_step)
+    is_its = [each.rank == rank and each.ratio >= _STRAGGLER_RATIO for each in slowest]
+    # A line of chance before is not the beginning: most lines from there on must be the rank's.
+    excess = list(itertools.accumulate(1 if each else -1 for each in reversed(is_its)))[::-1]
+    begin = excess.index(max(excess))
+    ratio = statistics.median(each.ratio for each, its in zip(slowest, is_its, strict=True) if its)
+    return Straggler(rank, count / len(lines), ratio, slowest[begin].first_step)
 
 
 def _median(line: Mapping[str, Any], name: str) -> float:
