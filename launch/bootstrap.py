@@ -75,6 +75,14 @@ def settings() -> dict[str, str]:
     return {name: "" if value == "none" else value for name, value in chosen.items()}
 
 
+def export(chosen: dict[str, str]) -> None:
+    """Sets the environment variables that builds read."""
+    for name, value in chosen.items():
+        os.environ.pop(name, None)
+        if value:
+            os.environ[name] = value
+
+
 def gpu_settings() -> dict[str, str]:
     """The settings for a machine with NVIDIA's driver: CUDA's libraries, and NCCL if it can be compiled."""
     if not Path("/proc/driver/nvidia/version").exists():
@@ -148,10 +156,7 @@ def ensure_environment(*, with_tools: bool) -> Path:
         chosen = settings()
         # A retry after a failure needs them.
         SETTINGS_FILE.write_text(json.dumps(chosen))
-        for name, value in chosen.items():
-            os.environ.pop(name, None)
-            if value:
-                os.environ[name] = value
+        export(chosen)
         on_top = chosen["HVDTRAIN_TENSORFLOW"] == "installed"
         with LOG.open("w") as log:
             if not claim(venv):

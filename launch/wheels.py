@@ -10,6 +10,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+from bootstrap import export, settings
 from installation import LOG, ROOT, fail, find_uv, mpi_to_install
 
 # The checkout is installed with these, where the folder of wheels is all there is.
@@ -20,7 +21,9 @@ def build(folder: Path, uv: list[str]) -> None:
     """Builds source archives and wheels of hvdtrain and hvdtrain-horovod."""
     for project in (ROOT, ROOT / "launch" / "horovod"):
         options = ["--quiet", "--no-create-gitignore", "--python", sys.executable]
-        run([*uv, "build", *options, "--out-dir", str(folder), str(project)])
+        # A wheel that is built from a source archive could not name the TensorFlow and the MPI that it is for.
+        for kind in ("--sdist", "--wheel"):
+            run([*uv, "build", kind, *options, "--out-dir", str(folder), str(project)])
 
 
 def download(folder: Path, uv: list[str], options: list[str], *, with_cuda: bool) -> None:
@@ -63,6 +66,8 @@ def main(arguments: list[str]) -> None:
     if options and arguments[0] == "build":
         parser.error(f"unrecognized arguments: {' '.join(options)}")
     known.folder.mkdir(parents=True, exist_ok=True)
+    # Those that the environment was made with decide which Horovod is built.
+    export(settings())
     with LOG.open("w") as log:
         uv = find_uv(log)
     build(known.folder, uv)

@@ -111,8 +111,15 @@ def tensorflow_is_installed() -> bool:
 
 def version() -> str:
     """The version of the wheel; one for another TensorFlow or MPI than the default names it: ``+tf2.18.1.mpich``."""
-    if (HERE / "PKG-INFO").exists():  # A source archive: installers require the version in its name.
-        return RELEASE
+    # Of a source archive, installers require the version in its name.
+    return RELEASE if is_source_archive() else labelled_version()
+
+
+def is_source_archive() -> bool:
+    return (HERE / "PKG-INFO").exists()
+
+
+def labelled_version() -> str:
     labels = []
     if (built_for := tensorflow_version()) != DEFAULT_TENSORFLOW:
         labels.append(f"tf{re.sub('[^0-9a-z.]', '.', built_for.lower())}")
@@ -153,9 +160,14 @@ def is_default_build() -> bool:
     return mpi_is_from_wheel() and not tensorflow_is_installed() and not any(map(os.environ.get, others))
 
 
+def is_kept() -> bool:
+    """Whether a wheel serves later builds: it must be a default build, with all that it was built for in its name."""
+    return is_default_build() and version() == labelled_version()
+
+
 def kept_wheel() -> Path | None:
     """The wheel of an earlier build that this one would repeat."""
-    return kept.find(version()) if is_default_build() else None
+    return kept.find(version()) if is_kept() else None
 
 
 def run_paths() -> list[str]:
@@ -181,8 +193,8 @@ def requirements() -> list[str]:
     return [*tensorflow_requirement(), *libraries_to_run(), "cloudpickle", "psutil", "pyyaml", "packaging"]
 
 
-def metadata() -> str:
-    lines = ["Metadata-Version: 2.1", "Name: hvdtrain-horovod", f"Version: {version()}"]
+def metadata(version: str) -> str:
+    lines = ["Metadata-Version: 2.1", "Name: hvdtrain-horovod", f"Version: {version}"]
     lines += [f"Summary: Horovod 0.28.1 built for TensorFlow {tensorflow_version()}, as hvdtrain needs it"]
     lines += ["License: Apache-2.0", "Author: The Horovod authors; built by those of hvdtrain"]
     lines += ["Keywords: horovod,tensorflow,mpi,allreduce", "Description-Content-Type: text/markdown"]
@@ -195,7 +207,7 @@ def metadata() -> str:
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
     folder = Path(metadata_directory) / f"hvdtrain_horovod-{version()}.dist-info"
     folder.mkdir()
-    (folder / "METADATA").write_text(metadata())
+    (folder / "METADATA").write_text(metadata(version()))
     (folder / "WHEEL").write_text("Wheel-Version: 1.0\nGenerator: hvdtrain\nRoot-Is-Purelib: false\n")
     return folder.name
 
@@ -331,9 +343,9 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         out = folder / "out"
         subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(out), str(source)], env=env, check=True)
         (built,) = out.glob("horovod-*.whl")
-        wheel = repack(built, folder, metadata(), run_paths(), is_portable=is_default_build())
+        wheel = repack(built, folder, metadata(version()), run_paths(), is_portable=is_default_build())
         check_it_loads(wheel, folder)
-        if is_default_build():
+        if is_kept():
             kept.keep(wheel)
         return shutil.copy(wheel, wheel_directory).rpartition(os.sep)[2]
 
@@ -344,7 +356,7 @@ def build_sdist(sdist_directory, config_settings=None):
     with tarfile.open(Path(sdist_directory, f"{name}.tar.gz"), "w:gz") as archive:
         for path in sorted(HERE.glob("*.*")):
             archive.add(path, f"{name}/{path.name}")
-        text = metadata().encode()
+        text = metadata(RELEASE).encode()
         info = tarfile.TarInfo(f"{name}/PKG-INFO")
         info.size = len(text)
         archive.addfile(info, io.BytesIO(text))

@@ -181,6 +181,19 @@ def test_a_build_is_kept_for_every_checkout(backend, tmp_path, monkeypatch):
     assert backend.kept_wheel() is None
 
 
+def test_a_source_archive_for_another_tensorflow_takes_no_wheel_that_was_kept(backend, tmp_path, monkeypatch):
+    built = tmp_path / f"hvdtrain_horovod-{backend.RELEASE}-py3-none-manylinux_2_17_x86_64.whl"
+    built.write_bytes(b"library")
+    backend.kept.keep(built)
+    monkeypatch.setattr(backend, "is_source_archive", lambda: True)
+    assert backend.kept_wheel() is not None
+    for name, value in {"HVDTRAIN_TENSORFLOW": "2.18.1", "HVDTRAIN_MPI": "mpich"}.items():
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert backend.version() == backend.RELEASE
+            assert backend.kept_wheel() is None, name
+
+
 def test_a_build_that_cannot_be_kept_is_used(backend, tmp_path, capsys):
     (tmp_path / "cache").write_text("no folder")
     built = tmp_path / "horovod.whl"
@@ -189,14 +202,15 @@ def test_a_build_that_cannot_be_kept_is_used(backend, tmp_path, capsys):
     assert "cannot be kept" in capsys.readouterr().err
 
 
-def test_the_source_archive_builds_the_same(backend, tmp_path):
+def test_the_source_archive_builds_the_same(backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("HVDTRAIN_TENSORFLOW", "2.18.1")
     name = backend.build_sdist(tmp_path)
     with tarfile.open(tmp_path / name) as archive:
         archive.extractall(tmp_path, filter="data")
     folder = tmp_path / name.removesuffix(".tar.gz")
     ours = {path.name: path.read_bytes() for path in (ROOT / "launch" / "horovod").glob("*.*")}
     theirs = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert b"Name: hvdtrain-horovod\n" in theirs.pop("PKG-INFO")
+    assert f"Name: hvdtrain-horovod\nVersion: {backend.RELEASE}\n" in theirs.pop("PKG-INFO").decode()
     assert theirs == ours
 
 
