@@ -51,6 +51,20 @@ def test_hvdtrain_requires_the_horovod_that_is_built_here(backend):
     assert importlib.metadata.version("hvdtrain-horovod").partition("+")[0] == backend.RELEASE
 
 
+def test_the_recipe_of_easybuild_installs_these_versions(backend):
+    (recipe,) = (ROOT / "launch" / "easybuild").glob("*.eb")
+    text = recipe.read_text()
+    version = importlib.metadata.version("hvdtrain")
+    assert recipe.name.startswith(f"hvdtrain-{version}-")
+    assert re.search(rf"^version = '{re.escape(version)}'$", text, re.MULTILINE)
+    installed = dict(re.findall(r"^    \('(\w+)', '([^']+)'", text, re.MULTILINE))
+    assert installed.pop("hvdtrain_horovod") == backend.RELEASE
+    required = {each.name.replace("-", "_"): each for each in map(Requirement, importlib.metadata.requires("hvdtrain"))}
+    pinned = {name: version for name, version in installed.items() if name in required}
+    assert {"mpi4py", "psutil", "google_crc32c", "cyclopts", "tensorboard"} <= set(pinned)
+    assert [name for name, version in pinned.items() if version not in required[name].specifier] == []
+
+
 def test_a_build_for_another_tensorflow_names_it(backend, monkeypatch):
     assert backend.version() == backend.RELEASE
     monkeypatch.setenv("HVDTRAIN_TENSORFLOW", "2.18.1")
