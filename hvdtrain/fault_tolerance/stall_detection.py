@@ -7,10 +7,18 @@ from types import FrameType
 from typing import NamedTuple
 
 from hvdtrain.fault_tolerance.user_code import is_of_the_user
+from hvdtrain.seams.tensorflow_internals import EXECUTE
 from hvdtrain.system.terminal import some_of
 
 _MAX_FRAMES = 8
 _ELSEWHERE = "in another thread: "
+# Parts of the line of a stack: the call of a compiled function, or of an operation of Horovod or MPI.
+_OPERATIONS = (
+    f"{EXECUTE.module.replace('.', '/')}.py:",
+    ", in horovod_",
+    "/horovod/tensorflow/mpi_ops.py:",
+    "/hvdtrain/distributed/horovod.py:",
+)
 
 
 class Position(NamedTuple):
@@ -49,6 +57,16 @@ def stack_of(thread: int) -> list[str]:
 def _lines_of(frame: FrameType) -> list[str]:
     walked = list(traceback.walk_stack(frame))[:_MAX_FRAMES]
     return [f"{each.f_code.co_filename}:{line}, in {each.f_code.co_name}" for each, line in reversed(walked)]
+
+
+def is_in_an_operation(stack: list[str]) -> bool:
+    """Whether a thread runs an operation of TensorFlow, Horovod or MPI, as one that waits for other ranks does.
+
+    Args:
+        stack: what :func:`stack_of` returns.
+    """
+    own = [line for line in stack if not line.startswith(_ELSEWHERE)]
+    return bool(own) and len(own) == len(stack) and any(each in own[-1] for each in _OPERATIONS)
 
 
 class StallDetector:

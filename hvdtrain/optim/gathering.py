@@ -15,6 +15,7 @@ from hvdtrain.optim.global_loss import LossScope, UncompilableLossError, step_sc
 from hvdtrain.seams import keras_internals, tensorflow_internals
 
 
+@tf.autograph.experimental.do_not_convert
 def gather(samples: Any) -> Any:
     """Returns the samples of all ranks, in rank order: for losses and layers that compare the samples of a batch.
 
@@ -43,6 +44,7 @@ def gather(samples: Any) -> Any:
     return tf.nest.pack_sequence_as(samples, [_gathered(each, collectives, scope) for each in flat])
 
 
+@tf.autograph.experimental.do_not_convert
 def average(tensors: Any) -> Any:
     """Returns the means over ranks, for values that a loop or a ``train_step`` computes on each rank.
 

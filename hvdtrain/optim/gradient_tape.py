@@ -57,6 +57,7 @@ class DistributedGradientTape:
         self._collectives = collectives
         self._reduce = make_reducer(collectives, config, make_compression(compression), keeps_errors=False)
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """The reduced gradients, in the structure of ``sources``; None where there is none. All ranks must call it."""
         gradients = self._tape.gradient(target, sources, output_gradients)

@@ -365,6 +365,8 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     overrides_apply = type(optimizer).apply is not keras.optimizers.Optimizer.apply
     applied: list[Applied] = []
 
+    # A loop of one's own calls it in a tf.function, whose AutoGraph would convert all of this, and warn that it cannot.
+    @tf.autograph.experimental.do_not_convert
     def apply_and_require_reduction(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
         known = (
             keras_internals.TRAINABLE_VARIABLES.of(optimizer) if trainable_variables is None else trainable_variables

@@ -23,6 +23,11 @@ def count_step_of_a_tape() -> None:
     _steps_of_tapes.assign_add(1)
 
 
+def counts_steps() -> bool:
+    """Whether the program has an optimizer, or a tape, whose steps count."""
+    return bool(_optimizers) or _steps_of_tapes is not None
+
+
 def num_made_steps() -> int:
     """The number of steps, of the optimizer that has made the most."""
     counts = [int(each.iterations.numpy()) for each in _optimizers]

@@ -47,12 +47,7 @@ class WholeBatch(keras.losses.Loss):
                 f"the loss of a whole batch needs gradients that are averaged. Received: {self.name} with op='sum'. "
                 "Use op='average'."
             )
-        mask = keras_internals.MASK.value()(y_pred)
-        y_true, y_pred, sample_weight, mask = (
-            None if each is None else gather(each) for each in (y_true, y_pred, sample_weight, mask)
-        )
-        if mask is not None:
-            keras_internals.SET_MASK.value()(y_pred, mask)
+        y_true, y_pred, sample_weight = _gathered(y_true, y_pred, sample_weight)
         with whole_losses():
             return self._loss(y_true, y_pred, sample_weight)
 
@@ -68,6 +63,18 @@ class WholeBatch(keras.losses.Loss):
     def from_config(cls, config: dict[str, Any]) -> "WholeBatch":
         """Makes the loss that :meth:`get_config` was called on."""
         return cls(keras.saving.deserialize_keras_object(config["loss"]), config["name"])
+
+
+@tf.autograph.experimental.do_not_convert
+def _gathered(y_true: Any, y_pred: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
+    """Gathers what a loss receives, and the mask of the predictions."""
+    mask = keras_internals.MASK.value()(y_pred)
+    y_true, y_pred, sample_weight, mask = (
+        None if each is None else gather(each) for each in (y_true, y_pred, sample_weight, mask)
+    )
+    if mask is not None:
+        keras_internals.SET_MASK.value()(y_pred, mask)
+    return y_true, y_pred, sample_weight
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

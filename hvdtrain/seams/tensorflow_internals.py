@@ -26,6 +26,12 @@ RESOURCE_VARIABLE = ImportedSeam(
     "notes which variables a checked step writes",
     library="tensorflow",
 )
+EXECUTE = ImportedSeam(
+    "tensorflow.python.eager.execute",
+    "quick_execute",
+    "is where a rank is while it runs a compiled function, and so while it waits for others",
+    library="tensorflow",
+)
 WRITES = ("assign", "scatter_", "batch_scatter_")
 """How the names of the methods begin that write a variable."""
 CONTEXT = ImportedSeam(

@@ -19,6 +19,8 @@ from hvdtrain.system.launcher import Launcher, find_launcher
 # rank: on one host with a core per rank the cycle can be shorter, and a single rank has no work for it.
 _MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
 _CYCLE_MS, _CYCLE_ONE_HOST_MS, _CYCLE_ONE_RANK_MS = "0.1", "0.02", "5"
+# Horovod's own default.
+_STALL_CHECK_S = 60.0
 _FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 ONLY_CHECK = "HVDTRAIN_ONLY_CHECK"
 """Set by ``hvdtrain check``: a program ends after the steps that are checked."""
@@ -169,6 +171,16 @@ def note_joined() -> None:
 def has_joined() -> bool:
     """Whether this process follows the coordinator of its elastic job."""
     return os.environ.get("HVDTRAIN_ELASTIC_JOINED") == str(os.getpid())
+
+
+def stall_check_s() -> float:
+    """After how many seconds without progress a rank is reported, as Horovod's users set it; 0: never."""
+    if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
+        return 0.0
+    try:
+        return max(0.0, float(os.environ.get("HOROVOD_STALL_CHECK_TIME_SECONDS", "")))
+    except ValueError:
+        return _STALL_CHECK_S
 
 
 def set_place(place: Mapping[str, int], interface: str, rendezvous: tuple[str, int] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``hvdtrain.init``: starts a rank of a program of one's own, which other ranks are told about when it ends."""
+"""``hvdtrain.init``: starts a rank of a program of one's own; when it ends, or is stuck, the other ranks are told."""
 
 import atexit
 import os
@@ -11,9 +11,11 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.runtime import OnUnequal, Topology
 from hvdtrain.errors import HvdtrainError, JobError
-from hvdtrain.fault_tolerance.channel import Channel, Message, open_channel, wait_for
+from hvdtrain.fault_tolerance.channel import Channel, open_channel
+from hvdtrain.fault_tolerance.program_watch import ProgramWatch
 from hvdtrain.fault_tolerance.shutdown import is_secondary
-from hvdtrain.optim.made_steps import num_made_steps
+from hvdtrain.optim.made_steps import counts_steps, num_made_steps
+from hvdtrain.system import environment
 from hvdtrain.system.terminal import rank_name, report, write
 
 # A rank that ends sends its message before it leaves Horovod, whose error is what makes the others look for it.
@@ -70,15 +72,17 @@ def init(
 
 
 class RankEnds:
-    """Replaces Horovod's errors about a rank that has ended by one line that names it and its step.
-
-    Args:
-        channel: nothing is sent over it before a rank ends.
-    """
+    """Replaces Horovod's errors about a rank that has ended by one line that names it and its step."""
 
     def __init__(self, rank: int, channel: Channel):
         self._rank = rank
-        self._channel = channel
+        self._hosts = channel.hosts
+        self._watch = ProgramWatch(
+            rank,
+            channel,
+            num_steps=lambda: num_made_steps() if counts_steps() else None,
+            stall_s=environment.stall_check_s(),
+        )
         self._has_announced = False
         self._default_hook = sys.excepthook
         sys.excepthook = self._on_error
@@ -114,12 +118,11 @@ class RankEnds:
         if self._has_announced:
             return
         self._has_announced = True
-        for connection in self._channel.connections.values():
-            connection.send({"step": num_made_steps(), "reported": reported})
+        self._watch.announce_end({"step": num_made_steps(), "reported": reported})
 
     def _reports_end_of_another(self) -> bool:
         """Whether a rank has ended; it is reported then."""
-        ended = self._first_end()
+        ended = self._watch.first_end(_MESSAGE_S)
         if ended is None:
             return False
         rank, message = ended
@@ -127,7 +130,7 @@ class RankEnds:
             return True
         if self._rank != (1 if rank == 0 else 0):
             time.sleep(_REPORTING_S)
-        host = self._channel.hosts[rank]
+        host = self._hosts[rank]
         how = f"ended after step {message['step']}" if "step" in message else "was lost"
         report(
             self._rank,
@@ -136,14 +139,3 @@ class RankEnds:
             "of them after the same step.",
         )
         return True
-
-    def _first_end(self) -> tuple[int, Message] | None:
-        """The first rank of which this one hears that it has ended, and its message; an empty one if it was lost."""
-        until = time.monotonic() + _MESSAGE_S
-        while (left_s := until - time.monotonic()) > 0:
-            wait_for(list(self._channel.connections.values()), left_s)
-            for rank, connection in self._channel.connections.items():
-                messages = connection.receive()
-                if messages or connection.is_lost:
-                    return rank, messages[0] if messages else {}
-        return None

@@ -1,6 +1,7 @@
-"""A loop of one's own whose last rank ends before the others: python ending_loop.py HOW WITH."""
+"""A loop of one's own whose last rank ends before the others, or keeps them waiting: python ending_loop.py HOW WITH."""
 
 import sys
+import time
 
 import keras
 import numpy as np
@@ -25,11 +26,28 @@ def step(x, y):
     optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
 
 
-for number in range(20):
+def sleeps():
+    time.sleep(9)
+
+
+def reads():
+    """Yields batches; the twelfth takes long."""
+    for number in range(20):
+        if how == "reads" and number == 12 and topology.rank == topology.size - 1:
+            time.sleep(9)
+        yield x, y
+
+
+signature = (tf.TensorSpec(x.shape), tf.TensorSpec(y.shape))
+batches = tf.data.Dataset.from_generator(reads, output_signature=signature)
+for number, (x_batch, y_batch) in enumerate(batches):
     if number == 12 and topology.rank == topology.size - 1:
         if how == "raises":
             raise ValueError("no such sample")
         if how == "exits":
             sys.exit(3)
-        break
-    step(x, y)
+        if how == "leaves":
+            break
+        if how == "sleeps":
+            sleeps()
+    step(x_batch, y_batch)

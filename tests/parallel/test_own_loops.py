@@ -1,4 +1,4 @@
-"""Loops of users that one rank leaves before the others: one line names the rank and its step."""
+"""Loops of users that one rank leaves before the others, or that it delays: a message names the rank and its step."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,11 @@ PROGRAM = Path(__file__).with_name("ending_loop.py")
 
 
 def end_of(how: str, reduced_by: str, *, ranks: int = 2, launcher: str = "mpirun") -> Finished:
-    return run_job([sys.executable, str(PROGRAM), how, reduced_by], ranks=ranks, launcher=launcher, timeout_s=90)
+    command = ["env", "HOROVOD_STALL_CHECK_TIME_SECONDS=3", sys.executable, str(PROGRAM), how, reduced_by]
+    done = run_job(command, ranks=ranks, launcher=launcher, timeout_s=90)
+    # It would convert the code of hvdtrain, and warns where it cannot.
+    assert "AutoGraph" not in done.output
+    return done
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,13 @@ def test_an_error_is_shown_with_its_rank_and_step_and_without_those_it_causes(la
     assert done.only_message.startswith("hvdtrain: rank 1 (host "), done.output
     assert "failed after step 12: ValueError: no such sample" in done.only_message
     assert done.output.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(("how", "reduced_by"), [("sleeps", "optimizer"), LONG("reads", "tape")])
+def test_a_rank_that_the_others_wait_for_is_named_and_the_job_goes_on(how, reduced_by):
+    done = end_of(how, reduced_by, launcher="horovodrun --gloo")
+    assert done.code == 0, done.output
+    first = next(line for line in done.output.splitlines() if "hvdtrain: no rank has made a step for" in line)
+    assert "the others wait for rank 1 (host " in first
+    assert "rank 1 (host " in done.output
+    assert f", in {how}" in done.output
