@@ -34,6 +34,8 @@ class HorovodCollectives:
         # Imported here, not above: loading Horovod's library takes time and needs MPI's.
         import horovod.tensorflow as hvd
 
+        if launcher.starts_gloo:
+            network.require_address_of_name()
         with environment.horovod_start_environment(launcher):
             hvd.init()
         self._hvd = hvd

@@ -32,6 +32,11 @@ class Launcher:
         return max(self.size, self.local_size or 1, self.rank + 1)
 
     @property
+    def starts_gloo(self) -> bool:
+        """Whether Horovod starts without MPI."""
+        return self.name in ("none", "horovodrun --gloo")
+
+    @property
     def is_one_host(self) -> bool:
         """Whether several ranks are known to share one host."""
         return 1 < self.size == self.local_size

@@ -6,10 +6,27 @@ import socket
 
 import psutil
 
+from hvdtrain.errors import UsageError
+
 
 def host_name() -> str:
     """This host's name."""
     return socket.gethostname()
+
+
+def require_address_of_name() -> None:
+    """Gloo looks up the name of this host when it starts, and crashes if it has no address.
+
+    Raises:
+        UsageError: it has none.
+    """
+    try:
+        socket.getaddrinfo(host_name(), None)
+    except OSError as error:
+        raise UsageError(
+            f"the name of this host must have an address. Received: {host_name()!r} ({error.strerror or error}). Add "
+            f"it to /etc/hosts: 127.0.1.1 {host_name()}"
+        ) from None
 
 
 def host_addresses() -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system import devices, environment, processes, tensorflow_start
+from hvdtrain.system import devices, environment, network, processes, tensorflow_start
 from hvdtrain.system.cores import inter_op_threads, threads_per_rank
 from hvdtrain.system.launcher import Launcher, find_launcher
 
@@ -350,3 +350,12 @@ def test_a_process_that_has_ended_does_not_run():
     finally:
         running.kill()
         running.wait()
+
+
+def test_a_host_whose_name_has_no_address_is_refused(monkeypatch):
+    network.require_address_of_name()
+    monkeypatch.setattr(network, "host_name", lambda: "nowhere.invalid")
+    with pytest.raises(
+        UsageError, match=r"must have an address\. Received: 'nowhere\.invalid' .* Add it to /etc/hosts"
+    ):
+        network.require_address_of_name()
