@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain import errors
 
 if TYPE_CHECKING:
-    from hvdtrain import callbacks, data, elastic
+    from hvdtrain import callbacks, data, elastic, layers
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.checkpoint.config import CheckpointConfig
     from hvdtrain.data.sharding import shard
@@ -98,6 +98,7 @@ __all__ = [
     "gather_objects",
     "init",
     "is_main_process",
+    "layers",
     "predict",
     "print_once",
     "process_set",

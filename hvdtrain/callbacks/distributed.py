@@ -269,7 +269,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
 
     def _require_equal_replicas(self) -> None:
         require_equal_adapted_layers(self.model, self._collectives, int(self.model.optimizer.iterations.numpy()))
-        weights = self.model.trainable_weights
+        weights = whole_variables(self.model.trainable_weights)
         by_optimizer = [pipeline.reduce.are_local(weights) for _, pipeline in require_pipelines(self.model)]
         are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]

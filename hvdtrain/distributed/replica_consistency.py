@@ -15,6 +15,7 @@ from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, sh
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.distinct_values import most_common
+from hvdtrain.distributed.initial_seeds import share_seeds
 from hvdtrain.distributed.model_roles import note_replicated
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, require_keras_model
 from hvdtrain.distributed.shards import whole_variables
@@ -51,7 +52,8 @@ def broadcast(
     if not isinstance(model, keras.Model) and isinstance(model, tf.Module):
         model = model.variables
     if isinstance(model, list | tuple) and all(isinstance(each, keras.Variable | tf.Variable) for each in model):
-        collectives.broadcast([resource_of(variable) for variable in model])
+        collectives.broadcast([resource_of(variable) for variable in whole_variables(model)])
+        share_seeds(model, collectives)
         return
     require_keras_model(model)
     if not is_built(model):
@@ -64,8 +66,9 @@ def broadcast(
     share_adapted_layers(model, collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
     global_streams = [global_stream()] if collectives.size > 1 else []
-    variables = [*model.variables, *whole_variables(optimizer_variables(model)), *global_streams]
+    variables = [*whole_variables([*model.variables, *optimizer_variables(model)]), *global_streams]
     collectives.broadcast([variable.value for variable in variables])
+    share_seeds(model.weights, collectives)
     note_equal_counters(model)
     note_replicated(model)
     for variable in [*random_streams(model), *global_streams]:
@@ -154,7 +157,8 @@ def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple
     """
     share_counters(model, collectives)
     counters = {id(variable) for variable in _counters(model)}
-    return share([v for v in model.non_trainable_weights if id(v) not in counters], collectives)
+    statistics = whole_variables(model.non_trainable_weights)
+    return share([v for v in statistics if id(v) not in counters], collectives)
 
 
 def share_counters(model: keras.Model, collectives: Collectives) -> None:
@@ -255,7 +259,7 @@ def require_equal_replicas(
     Raises:
         DivergenceError: on every rank, naming the rank and the variable that differ.
     """
-    variables = [*model.weights, *([] if weights_only else whole_variables(optimizer_variables(model)))]
+    variables = whole_variables([*model.weights, *([] if weights_only else optimizer_variables(model))])
     require_equal_adapted_layers(model, collectives, step)
     with shared_statistics(model, collectives):
         require_equal_variables(

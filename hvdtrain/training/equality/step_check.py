@@ -125,7 +125,7 @@ class StepCheck:
             return self._compare(samples, draws, whole)
 
     def _require_equal_replicas(self) -> None:
-        variables = [*self._model.trainable_weights, *whole_variables(optimizer_variables(self._model))]
+        variables = whole_variables([*self._model.trainable_weights, *optimizer_variables(self._model)])
         require_equal_variables(
             variables,
             self._collectives,
@@ -134,7 +134,7 @@ class StepCheck:
             "reduced, or by an optimizer that is not wrapped in hvdtrain.DistributedOptimizer.",
         )
         require_equal_variables(
-            frozen_weights(self._model),
+            whole_variables(frozen_weights(self._model)),
             self._collectives,
             when="After a step, frozen",
             cause="No gradient makes it equal. Load or freeze weights before hvdtrain.broadcast(model) is called.",
@@ -147,7 +147,8 @@ class StepCheck:
         deviations = comparison.deviations(outcome)
         suspects = [each for each in deviations if not each.size <= each.rounding]
         found, problem = None, None
-        if suspects:
+        # Of sharded tables, ranks compare different rows.
+        if any(self._collectives.allgather(bool(suspects))):
             found, problem = self._without_rounding(samples, draws, comparison, suspects)
         everyone = self._collectives.allgather((found, problem))
         compared = {kind: sum(each.kind == kind for each in deviations) for kind in _KINDS}
@@ -167,13 +168,13 @@ class StepCheck:
     ) -> tuple[Deviation | None, str | None]:
         """The first deviation that rounding does not explain, or why there is none to be found."""
         rounding: dict[tuple[str, str], float] = {}
-        remaining = suspects
+        remaining, problem = suspects, None
         for units in (0, *_PERTURBATIONS):
             comparison.begin()
             again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, perturb=float(units))
             for each in comparison.deviations(again):
                 if units == 0 and not each.size <= each.rounding and not np.isnan(each.size):
-                    return None, f"two equal steps of one process differ, in {_text(each)}"
+                    problem = problem or f"two equal steps of one process differ, in {_text(each)}"
                 key = each.kind, each.name
                 rounding[key] = max(rounding.get(key, 0.0), each.size)
             remaining = [
@@ -183,9 +184,10 @@ class StepCheck:
                 if not np.isnan(each.size) and np.isfinite(each.scale)
                 if each.size > each.rounding + _SAFETY * rounding.get((each.kind, each.name), 0.0)
             ]
-            if not remaining:
-                return None, None
-        return remaining[0], None
+            everyone = self._collectives.allgather((problem, bool(remaining)))
+            if any(each is not None for each, _ in everyone) or not any(remains for _, remains in everyone):
+                return None, problem
+        return (remaining[0] if remaining else None), None
 
     def _explain(self, samples: Samples, draws: Draws, comparison: Comparison, found: Deviation) -> str:
         place = None
@@ -203,7 +205,7 @@ class StepCheck:
     @contextlib.contextmanager
     def _equal_statistics(self) -> Iterator[None]:
         """In the block, all ranks have the same statistics, as one process has."""
-        statistics = self._model.non_trainable_weights
+        statistics = whole_variables(self._model.non_trainable_weights)
         split = differing(statistics, self._collectives)
         written = WrittenVariables()
         try:
