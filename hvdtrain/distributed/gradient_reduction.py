@@ -144,9 +144,7 @@ def divided(reduced: ReducedGradients, weight: tf.Tensor) -> ReducedGradients:
     return dataclasses.replace(reduced, buckets=buckets)
 
 
-def with_parts(
-    reduced: ReducedGradients, own: Mapping[int, Gradient], sum_over_ranks: StepSum
-) -> ReducedGradients:
+def with_parts(reduced: ReducedGradients, own: Mapping[int, Gradient], sum_over_ranks: StepSum) -> ReducedGradients:
     """Reduced gradients and, among them, others of which each rank has its part, and which are not sent.
 
     Args:
@@ -180,7 +178,7 @@ def reduced_but_local(
 
     def own(gradient: Gradient) -> Gradient:
         gradient = with_unique_rows(gradient)
-        return with_values(gradient, values_of(gradient) * tf.cast(share, gradient.dtype))
+        return with_values(gradient, values_of(gradient) * tf.constant(share, gradient.dtype))
 
     return unreduced(
         [own(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]

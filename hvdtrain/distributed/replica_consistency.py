@@ -18,7 +18,8 @@ from hvdtrain.distributed.distinct_values import most_common
 from hvdtrain.distributed.initial_seeds import share_seeds
 from hvdtrain.distributed.model_roles import note_replicated
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, require_keras_model
-from hvdtrain.distributed.shards import whole_variables
+from hvdtrain.distributed.row_shards import blocks_on_first_rank
+from hvdtrain.distributed.shards import has_tables, row_shard_of, whole_variables
 from hvdtrain.distributed.snapshot import host_array, path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.seams import keras_internals
@@ -120,9 +121,23 @@ def own_random_stream(state: np.ndarray, rank: int) -> np.ndarray:
     return state
 
 
-def weights_sha256(model: keras.Model) -> str:
-    """A digest of the model's weights in order: equal digests mean bit-identical weights."""
-    return sha256_of(map(host_array, model.weights))
+def weights_sha256(model: keras.Model, collectives: Collectives | None = None) -> str:
+    """A digest of the model's weights in order: equal digests mean bit-identical weights.
+
+    That of a sharded table is of its rows in order, whatever the number of ranks. All ranks must call it.
+    """
+    collectives = collectives or runtime.collectives()
+
+    def blocks() -> Iterator[np.ndarray]:
+        for variable in model.weights:
+            shard = row_shard_of(variable)
+            if shard is None:
+                yield host_array(variable)
+            else:
+                yield from blocks_on_first_rank(host_array(variable), shard, collectives)
+
+    digest = sha256_of(blocks())
+    return collectives.allgather(digest)[0] if has_tables(model) else digest
 
 
 def sha256_of(arrays: Iterable[np.ndarray]) -> str:

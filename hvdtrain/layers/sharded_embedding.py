@@ -1,6 +1,6 @@
 """``hvdtrain.layers.ShardedEmbedding``: ``keras.layers.Embedding`` with each row on one rank only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import keras
@@ -10,11 +10,12 @@ from hvdtrain.config import exclusions
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.initial_seeds import InitialSeed, keep_seed
+from hvdtrain.distributed.row_lookup import look_up, require_known
 from hvdtrain.distributed.row_shards import RowShard
 from hvdtrain.distributed.shards import mark_part
 from hvdtrain.errors import UsageError
 from hvdtrain.layers.initial_rows import draw_rows, require_elementwise, seed_of
-from hvdtrain.layers.row_lookup import look_up, require_known
+from hvdtrain.layers.table_sizes import require_memory_for_rows
 from hvdtrain.optim.global_loss import step_scope
 
 Combiner: TypeAlias = Literal["sum", "mean"]
@@ -71,6 +72,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             raise UsageError("mask_zero excludes combiner, whose result has no mask. Received: both. Use padding_id=0.")
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
         require_elementwise(self.embeddings_initializer)
+        self.built: bool
         self.combiner = combiner
         self.padding_id = padding_id
 
@@ -81,6 +83,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         exclusions.require_compatible(exclusions.facts_from(exclusions.SHARDED_TABLE, *ranks.conditions), known=())
         self._collectives: Collectives = ranks
         self._shard = shard = RowShard((self.input_dim, self.output_dim), ranks.rank, ranks.size)
+        require_memory_for_rows(self.name, shard, tf.as_dtype(self.variable_dtype).size)
         seed = InitialSeed(seed_of(self.embeddings_initializer), self._draw)
         self._embeddings = self.add_weight(
             shape=(shard.num_rows, self.output_dim),
@@ -185,14 +188,11 @@ class ShardedEmbedding(keras.layers.Embedding):
         if isinstance(ids, tf.RaggedTensor):
             if ids.shape.rank != 2:
                 raise UsageError(f"ragged ids must have 2 dimensions with a combiner. Received: {ids.shape.rank}")
-            flat, samples, num_samples = ids.flat_values, ids.value_rowids(), ids.nrows()
-            outer: Callable[[tf.Tensor], tf.Tensor] = lambda pooled: pooled
+            flat, samples, outer = ids.flat_values, ids.value_rowids(), ids.nrows()[tf.newaxis]
         else:
-            per_sample = tf.shape(ids)[-1]
-            flat, num_samples = tf.reshape(ids, [-1]), tf.reduce_prod(tf.shape(ids)[:-1])
-            samples = tf.repeat(tf.range(num_samples), per_sample)
-            shape = tf.concat([tf.shape(ids)[:-1], [self.output_dim]], 0)
-            outer = lambda pooled: tf.ensure_shape(tf.reshape(pooled, shape), [*ids.shape[:-1], self.output_dim])
+            flat, outer = tf.reshape(ids, [-1]), tf.shape(ids)[:-1]
+            samples = tf.repeat(tf.range(tf.reduce_prod(outer)), tf.shape(ids)[-1])
+        num_samples = tf.reduce_prod(outer)
         if self.padding_id is not None:
             is_id = flat != self.padding_id
             flat, samples = tf.boolean_mask(flat, is_id), tf.boolean_mask(samples, is_id)
@@ -201,7 +201,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         if self.combiner == "mean":
             counts = tf.math.unsorted_segment_sum(tf.ones_like(samples), samples, num_samples)
             pooled /= tf.cast(tf.maximum(counts, 1), pooled.dtype)[:, tf.newaxis]
-        return outer(pooled)
+        pooled = tf.reshape(pooled, tf.concat([outer, tf.constant([self.output_dim], outer.dtype)], 0))
+        return tf.ensure_shape(pooled, [*ids.shape[:-1], self.output_dim])
 
     def _rows(self, seed: int, dtype: str) -> tf.Tensor:
         return draw_rows(self.embeddings_initializer, seed, self._shard, dtype)

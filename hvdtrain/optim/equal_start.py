@@ -56,8 +56,8 @@ class EqualStart:
             other_seed = first_with_other_seed(variables, collectives)
         if other_seed is not None:
             raise DivergenceError(
-                f"the rows of a table must be drawn from one seed when training begins. Received: table {other_seed!r}, "
-                "whose seeds differ between ranks. Call hvdtrain.broadcast(model) after model.compile, or "
+                f"the rows of a table must be drawn from one seed on all ranks. Received: table {other_seed!r}, whose "
+                "seeds differ between ranks. Call hvdtrain.broadcast(model) after model.compile, or "
                 "hvdtrain.init(seed=…) before the model is made."
             )
         if difference is not None:

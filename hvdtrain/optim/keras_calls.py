@@ -33,6 +33,7 @@ from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves, optimizers_of
+from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.weighted_gradients import GradientWeight
@@ -184,8 +185,9 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
-keras.Model.fit = with_equal_ranks(global_loss.with_loss_errors(keras.Model.fit))
-keras.Model.evaluate = with_values_over_ranks(keras.Model.evaluate)
+keras.Model.fit = with_equal_ranks(with_unknown_ids(global_loss.with_loss_errors(keras.Model.fit)))
+keras.Model.evaluate = with_values_over_ranks(with_unknown_ids(keras.Model.evaluate))
+keras.Model.predict = with_unknown_ids(keras.Model.predict)
 keras_internals.ADDITIONAL_LOSS.set(keras.Model, _add_share_of_loss)
 keras_internals.COMPUTE_LOSS.set(keras.Model, _compute_one_number)
 

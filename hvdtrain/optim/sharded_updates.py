@@ -41,8 +41,8 @@ def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     """
     if not is_elementwise(optimizer):
         raise UsageError(
-            f"a sharded optimizer must update each element of a variable by itself: {names_of_elementwise()}. Received: "
-            f"{type(optimizer).__name__}, which may need whole variables. Use one of these, or leave "
+            f"a sharded optimizer must update each element of a variable by itself: {names_of_elementwise()}. "
+            f"Received: {type(optimizer).__name__}, which may need whole variables. Use one of these, or leave "
             f"{option('shard_optimizer', True)} out."
         )
     if optimizer.built:

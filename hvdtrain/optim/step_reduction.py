@@ -69,7 +69,7 @@ class StepReduction:
             return gradient
         gradient = with_unique_rows(gradient)
         # One process that is compared with these ranks is simulated by each of them.
-        values = values_of(gradient) * tf.cast(self.share * self.collectives.size / shard.num_ranks, gradient.dtype)
+        values = values_of(gradient) * tf.constant(self.share * self.collectives.size / shard.num_ranks, gradient.dtype)
         if weight is not None:
             values *= tf.cast(tf.math.divide_no_nan(1.0, weight), gradient.dtype)
         return with_values(gradient, values)

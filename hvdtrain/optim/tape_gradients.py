@@ -69,7 +69,9 @@ def reduced_if_used(
         refusal = exclusions.refusal_of({each: str(each) for each in (excluded_by[0], exclusions.USED_GRADIENTS)})
         raise UncompilableLossError(refusal) if excluded_by[0] == exclusions.JIT_COMPILE else UsageError(refusal)
     if has_tables(model):
-        raise UsageError(exclusions.refusal_of(exclusions.facts_from(exclusions.SHARDED_TABLE, exclusions.USED_GRADIENTS)))
+        raise UsageError(
+            exclusions.refusal_of(exclusions.facts_from(exclusions.SHARDED_TABLE, exclusions.USED_GRADIENTS))
+        )
     if model not in _reducers:
         _reducers[model] = _TapeReducer()
     with _reducers[model].active(pipelines):

@@ -15,6 +15,7 @@ from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import optimizers_of
+from hvdtrain.distributed.row_lookup import unknown_id_error
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import compression_memories
@@ -261,7 +262,7 @@ class TrainStep:
         try:
             yield
         except tf.errors.OpError as error:
-            if (refusal := loss_error(error)) is not None:
+            if (refusal := loss_error(error) or unknown_id_error(error)) is not None:
                 raise refusal from None
             if self._jit_compile and is_uncompilable(error):
                 cause = next(line for line in str(error).splitlines() if "XLA" in line)

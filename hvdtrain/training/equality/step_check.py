@@ -8,11 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.distributed.bounded_messages import num_bytes
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import differing, require_equal_variables, share
-from hvdtrain.distributed.shards import whole_variables
+from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.draws import Draws
@@ -36,6 +37,8 @@ _RETURNED = (
 # By how many units in the last place weights are changed: a single activation of a ReLU that changes its side may be
 # all that differs, and only some changes show one.
 _PERTURBATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+# What a step writes is copied several times.
+_MAX_TABLE_BYTES = 256 << 20
 # The rounding of a few steps does not show the largest that may occur.
 _SAFETY = 4
 
@@ -96,6 +99,9 @@ class StepCheck:
         """
         self._require_equal_replicas()
         require_sums_from_the_start(self._model)
+        if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
+            size = f"{table_bytes / 1e9:,.1f} GB"
+            return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
         if recurrent_states(self._model):
             return Finding({}, unchecked="its layers keep states of the samples of each rank's last batch")
         samples = gather_samples(batch, self._collectives)
@@ -123,6 +129,10 @@ class StepCheck:
             if not whole.updates:
                 return Finding({}, unchecked="it makes no update")
             return self._compare(samples, draws, whole)
+
+    def _table_bytes(self) -> int:
+        variables = [*self._model.weights, *optimizer_variables(self._model)]
+        return sum(num_bytes(v.value) for v in variables if row_shard_of(v) is not None)
 
     def _require_equal_replicas(self) -> None:
         variables = whole_variables([*self._model.trainable_weights, *optimizer_variables(self._model)])

@@ -4,7 +4,9 @@ In the backward pass, the gradients of rows travel as the ids did. A rank so rec
 ranks; the gradient of its shard is their sum.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -12,6 +14,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.graph_names import unique_name
 from hvdtrain.distributed.row_shards import RowShard
 from hvdtrain.distributed.weighted_gradients import GradientWeight
+from hvdtrain.errors import DataError
 
 _UNKNOWN_ID = "the ids of a table must be from 0 to"
 
@@ -41,7 +44,7 @@ def look_up(
         Shape ``[n, width]``.
 
     Raises:
-        tf.errors.InvalidArgumentError: on every rank, when it runs: an id is out of range; see :func:`unknown_id`.
+        tf.errors.InvalidArgumentError: on every rank, when it runs: an id is out of range (:func:`unknown_id_error`).
     """
     call = unique_name(f"hvdtrain_rows_{_plain(name)}")
     distinct, positions = tf.unique(ids)
@@ -76,28 +79,41 @@ def look_up(
 
 
 def require_known(ids: tf.Tensor, num_rows: int, name: str) -> tf.Tensor:
-    """The ids of a table that one process has; raises when it runs, see :func:`unknown_id`."""
+    """The ids of a table that one process has; raises when it runs, see :func:`unknown_id_error`."""
     is_unknown = (ids < 0) | (ids >= num_rows)
     unknown = tf.boolean_mask(ids, is_unknown)[:1]
     with tf.control_dependencies([_assert_known(tf.equal(tf.size(unknown), 0), unknown, 0, num_rows, name)]):
         return tf.identity(ids)
 
 
-def unknown_id(error: BaseException) -> str | None:
-    """The message about an id that is out of range, if a step raised this because of one; otherwise None."""
+def unknown_id_error(error: BaseException) -> DataError | None:
+    """The error to raise if a step raised this because an id is out of range; otherwise None."""
     text = str(error)
     if not isinstance(error, tf.errors.InvalidArgumentError) or _UNKNOWN_ID not in text:
         return None
     text = text[text.index(_UNKNOWN_ID) :]
-    return text[: text.index(_REMEDY)] + _REMEDY
+    return DataError(text[: text.index(_REMEDY)] + _REMEDY)
+
+
+def with_unknown_ids(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of ``keras.Model`` that raises the error of :func:`unknown_id_error`."""
+
+    @functools.wraps(run)
+    def run_and_explain(*arguments: Any, **named: Any) -> Any:
+        try:
+            return run(*arguments, **named)
+        except tf.errors.InvalidArgumentError as error:
+            if (refusal := unknown_id_error(error)) is not None:
+                raise refusal from None
+            raise
+
+    return run_and_explain
 
 
 _REMEDY = "Hash ids without a bound by keras.layers.Hashing, or set input_dim to the largest id + 1."
 
 
-def _without_first_of_each(
-    received: tf.Tensor, lengths: tf.Tensor, shard: RowShard, name: str
-) -> tf.Tensor:
+def _without_first_of_each(received: tf.Tensor, lengths: tf.Tensor, shard: RowShard, name: str) -> tf.Tensor:
     """The rows that ranks ask for, once none of them has sent an id that is out of range."""
     firsts = tf.cumsum(lengths, exclusive=True)
     unknown = tf.gather(received, firsts)
