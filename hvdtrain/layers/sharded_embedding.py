@@ -72,6 +72,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             raise UsageError("mask_zero excludes combiner, whose result has no mask. Received: both. Use padding_id=0.")
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
         require_elementwise(self.embeddings_initializer)
+        self.supports_jit = False  # XLA cannot compile the exchange of rows.
         self.built: bool
         self.combiner = combiner
         self.padding_id = padding_id

@@ -77,7 +77,7 @@ def _require_memory(tables: list[tuple[ShardedEmbedding, RowShard]], ranks: Coll
         raise UsageError(
             f"sharded tables must fit into the memory of rank 0 to be saved as one model. Received: {len(tables)} "
             f"tables, which take {needed / 1e9:,.1f} GB while they are saved; {available / 1e9:,.1f} GB are available. "
-            "Read their rows from a checkpoint: hvdtrain.layers.TableReader."
+            "Read their rows from a checkpoint: hvdtrain.TableReader."
         )
 
 

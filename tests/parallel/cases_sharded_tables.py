@@ -400,6 +400,12 @@ def test_resumes_on_one_rank_and_back(folder, block_bytes, monkeypatch):
     run = trainer_of(make_model(), folder, steps=5)
     run.fit()
     saved = whole_values([*run.model.weights, *optimizer_variables(run.model)])
+    if SIZE > 1:
+        reader = hvdtrain.TableReader(folder)
+        assert np.array_equal(reader.rows("table/embeddings", [[3, ROWS - 1]]), saved[0][[[3, ROWS - 1]]])
+        assert np.array_equal(reader.shard("table/embeddings", RANK), run.model.weights[0].numpy())
+        with pytest.raises(UsageError, match=f"Received: {ROWS}"):
+            reader.rows("table/embeddings", [ROWS])
 
     def alone():
         model = make_model(seed=9)
