@@ -73,11 +73,11 @@ class ShardedEmbedding(keras.layers.Embedding):
         super().__init__(input_dim, output_dim, embeddings_initializer, mask_zero=mask_zero, **kwargs)
         require_elementwise(self.embeddings_initializer)
         self.supports_jit = False  # XLA cannot compile the exchange of rows.
-        self.built: bool
         self.combiner = combiner
         self.padding_id = padding_id
 
     def build(self, input_shape: Any = None) -> None:
+        """Draws this rank's rows."""
         if self.built:
             return
         ranks = runtime.collectives()
@@ -95,10 +95,10 @@ class ShardedEmbedding(keras.layers.Embedding):
         if ranks.size > 1:
             mark_part(self._embeddings, shard)
             keep_seed(self._embeddings, seed)
-        self.built = True
 
     @property
     def embeddings(self) -> Any:
+        """The table, on one rank."""
         if self.built and self._shard.num_ranks > 1:
             raise UsageError(
                 f"the table of {self.name!r} is on {self._shard.num_ranks} ranks. Received: a use of it as a whole. "
@@ -107,6 +107,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         return super().embeddings
 
     def call(self, inputs: Any) -> Any:
+        """The rows of ids, or their sums or means. All ranks must call it."""
         if isinstance(inputs, tf.SparseTensor):
             raise UsageError(
                 f"ids must be dense or a tf.RaggedTensor. Received: a tf.SparseTensor in {self.name!r}. Convert it by "
@@ -124,14 +125,17 @@ class ShardedEmbedding(keras.layers.Embedding):
         )
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
+        """As in Keras."""
         shape = input_shape if self.combiner is None else input_shape[:-1]
         return (*shape, self.output_dim)
 
     def compute_output_spec(self, inputs: Any) -> keras.KerasTensor:
+        """As in Keras."""
         spec = super().compute_output_spec(inputs)
         return spec if self.combiner is None else keras.KerasTensor(spec.shape, dtype=spec.dtype)
 
     def get_config(self) -> dict[str, Any]:
+        """The arguments of the layer."""
         return {
             **keras.layers.Layer.get_config(self),
             "input_dim": self.input_dim,
@@ -144,20 +148,25 @@ class ShardedEmbedding(keras.layers.Embedding):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ShardedEmbedding":
+        """Makes the layer from its arguments."""
         layer: ShardedEmbedding = super(keras.layers.Embedding, cls).from_config(config)
         return layer
 
     def enable_lora(self, *arguments: Any, **named: Any) -> None:
+        """Refused."""
         raise UsageError("a sharded table cannot be extended by LoRA, which uses it as a whole. Received: enable_lora.")
 
     def quantize(self, *arguments: Any, **named: Any) -> None:
+        """Refused."""
         raise UsageError("a sharded table cannot be quantized. Received: quantize. Quantize the model that is saved.")
 
     def save_own_variables(self, store: Any) -> None:
+        """Refused on several ranks."""
         self._require_one_rank("saved")
         super().save_own_variables(store)
 
     def load_own_variables(self, store: Any) -> None:
+        """Refused on several ranks."""
         self._require_one_rank("loaded")
         super().load_own_variables(store)
 

@@ -91,12 +91,12 @@ def _replace(layer: Any, shard: RowShard, ranks: Collectives) -> Any:
         return lambda: None
     whole = np.concatenate(list(blocks))
     plain = keras.Variable(whole, dtype=own.dtype, name="embeddings", trainable=own.trainable)
-    kind, variables = type(layer), keras_internals.LAYER_VARIABLES.of(layer)
+    kind, variables = type(layer), keras_internals.TRAINABLE_VARIABLES.of(layer)
     place = next(i for i, each in enumerate(variables) if each is own)
 
     def put(variable: keras.Variable, kind: type, shard: RowShard) -> None:
         # Past Keras' __setattr__, which adds no variables to a layer that is built.
-        vars(layer)["_embeddings"], vars(layer)["_shard"] = variable, shard
+        vars(layer)[keras_internals.EMBEDDINGS.name], vars(layer)["_shard"] = variable, shard
         variables[place] = variable
         layer.__class__ = kind
 

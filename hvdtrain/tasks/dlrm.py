@@ -1,8 +1,8 @@
 """The recommender task: clicks from dense features and categories, whose tables are sharded over the ranks.
 
-The files are those of the Criteo data sets, ``train*`` and ``test*`` (``.tsv`` or ``.txt``): a line for each sample with
-the label (0 or 1), 13 integers and 26 categories of 32 bits in hexadecimal, separated by tabs; any of the features may
-be empty. Without files, samples are generated, with Zipf-distributed categories.
+The files are those of the Criteo data sets, ``train*`` and ``test*`` (``.tsv`` or ``.txt``): a line for each sample,
+with the label (0 or 1), 13 integers and 26 categories of 32 bits in hexadecimal, separated by tabs; any of the features
+may be empty. Without files, samples are generated, with Zipf-distributed categories.
 
 The network is a small DLRM (Naumov et al., arXiv:1906.00091).
 """
@@ -31,7 +31,7 @@ def read_data(data_dir: Path | None) -> Data:
     """Reads ``train*`` and ``test*``, or generates 20,000 samples to train on and 2,000 to evaluate on."""
     if data_dir is None:
         rng = np.random.default_rng(0)
-        return Data(*(Arrays(*_generated(rng, count)) for count in (20_000, 2_000)), num_classes=2)
+        return Data(Arrays(*_generated(rng, 20_000)), Arrays(*_generated(rng, 2_000)), num_classes=2)
     parts = [
         [path for path in _FILES.find(data_dir, f"**/{part}*", f"{part}*.tsv") if path.suffix in (".tsv", ".txt")]
         for part in ("train", "test")
