@@ -93,12 +93,14 @@ def whole_of_arrays(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.nda
 
 def mark_part(variable: keras.Variable, part: Part | RowShard) -> None:
     """Records that a variable holds one rank's part of a whole one: of an optimizer's state, or rows of a table."""
-    vars(variable)["hvdtrain_part"] = part
+    # Loops may pass TensorFlow's variable instead of Keras' to an optimizer or a tape.
+    for each in (variable, variable.value):
+        vars(each)["hvdtrain_part"] = part
 
 
 def part_of(variable: keras.Variable | tf.Variable) -> Part | RowShard | None:
     """Which part of a whole variable this one holds; None if it is whole, and equal on all ranks."""
-    part: Part | RowShard | None = vars(variable).get("hvdtrain_part")
+    part: Part | RowShard | None = getattr(variable, "hvdtrain_part", None)
     return part
 
 

@@ -355,6 +355,8 @@ def _marked(
 ) -> list[Gradient | None]:
     """The stage ``mark``, for the gradients that are this rank's own; those of sharded tables are of all ranks."""
     is_table = are_tables(variables)
+    if not any(is_table):
+        return list(pipeline.mark(gradients, was_weighed))
     own = [None if table else each for each, table in zip(gradients, is_table, strict=True)]
     marked = pipeline.mark(own, was_weighed)
     return [each if table else mine for each, mine, table in zip(gradients, marked, is_table, strict=True)]

@@ -16,6 +16,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import optimizers_of
 from hvdtrain.distributed.row_lookup import unknown_id_error
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import compression_memories
@@ -107,7 +108,9 @@ class TrainStep:
         # their values at the start of the step.
         self._statistics: list[tuple[keras.Variable, tf.Variable]] = []
         if self._skips:
-            variables = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
+            variables = [
+                v for v in whole_variables(model.non_trainable_weights) if keras.backend.is_float_dtype(v.dtype)
+            ]
             self._statistics = [(each, tf.Variable(each.value, trainable=False)) for each in variables]
         self._step_weight = tf.Variable(0.0, trainable=False)
         """This rank's mean weight in the micro-batches of the current step so far."""

@@ -95,7 +95,12 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("Adagrad", "Adam")
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in OPTIMIZERS]
+)
 def test_model_fit_is_that_of_one_process(name):
     """Weights and the state of the optimizer, in double precision."""
     options = OPTIONS[list(OPTIMIZERS).index(name)]
@@ -124,10 +129,54 @@ def test_batches_of_different_sizes_and_empty_ones_in_a_loop():
             own = own if SIZE == 1 or RANK == 0 else slice(RANK - 1, None, SIZE - 1)
             with hvdtrain.DistributedGradientTape(op="sum") as tape:
                 value = keras.ops.sum(keras.losses.sparse_categorical_crossentropy(y[own], model(x[own]), True))
-            optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+            # TensorFlow's variables, as some loops pass them.
+            variables = [each.value for each in model.trainable_variables]
+            optimizer.apply(tape.gradient(value, variables), variables)
             with tf.GradientTape() as tape:
                 value = keras.ops.sum(keras.losses.sparse_categorical_crossentropy(y, single(x), True))
             other.apply(tape.gradient(value, single.trainable_variables), single.trainable_variables)
+    assert relative_difference(whole_values(model.weights), values(single.weights)) < 1e-10
+
+
+class OwnStep(keras.Model):
+    """A train_step that does not pass its loss to the optimizer: gradients are weighted instead."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x, y, self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(value, variables), variables)
+        return {"loss": value}
+
+
+@pytest.mark.parametrize("has_own_step", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_ranks_with_batches_of_different_sizes(has_own_step):
+    """Each rank's contribution to the gradient of a row counts by its own number of samples."""
+    sizes = [2 + 3 * rank for rank in range(SIZE)]
+    starts, total = np.cumsum([0, *sizes]), sum(sizes)
+    num_steps = 4
+
+    def batches(pick):
+        parts = [pick(step * total) for step in range(num_steps)]
+        return tf.data.Dataset.from_generator(
+            lambda: ((X[part], Y[part]) for part in parts),
+            output_signature=(tf.TensorSpec([None, IDS], tf.int32), tf.TensorSpec([None], tf.int32)),
+        )
+
+    def made(kind):
+        model = make_model(kind)
+        return OwnStep(model.inputs, model.outputs) if has_own_step else model
+
+    with float64():
+        model, single = made(ShardedEmbedding), made(layers.Embedding)
+        model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), loss())
+        hvdtrain.broadcast(model)
+        single.set_weights(whole_values(model.weights))
+        alone = hvdtrain.DistributedOptimizer(keras.optimizers.Adagrad(0.1), collectives=SingleProcessCollectives())
+        single.compile(alone, loss())
+        model.fit(batches(lambda first: slice(first + starts[RANK], first + starts[RANK + 1])), verbose=0)
+        single.fit(batches(lambda first: slice(first, first + total)), verbose=0)
     assert relative_difference(whole_values(model.weights), values(single.weights)) < 1e-10
 
 
@@ -152,14 +201,19 @@ def on_one_rank(make):
     "options",
     [
         {},
-        {"steps_per_execution": 3, "gradient_accumulation_steps": 2},
+        pytest.param({"steps_per_execution": 3, "gradient_accumulation_steps": 2}, marks=pytest.mark.long),
     ],
+    ids=["uneven batches, EMA", "accumulation, EMA"],
 )
 def test_trainer_is_that_of_one_process(options):
     """Uneven last batches too; the digest of weights is that of the whole table, on any number of ranks."""
     accumulation = options.get("gradient_accumulation_steps", 1)
     make = lambda: keras.optimizers.Adam(
-        0.02, global_clipnorm=0.1, gradient_accumulation_steps=options.get("gradient_accumulation_steps")
+        0.02,
+        global_clipnorm=0.1,
+        use_ema=True,
+        ema_momentum=0.8,
+        gradient_accumulation_steps=options.get("gradient_accumulation_steps"),
     )
     batch = GLOBAL_BATCH // SIZE // accumulation
     trainer = trainer_of(make_model(), optimizer=make(), **{**options, "batch_size": batch})
@@ -299,7 +353,7 @@ def test_one_table_looked_up_twice_in_a_step():
     assert relative_difference(whole_values(model.weights), values(single.weights)) < 1e-10
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_mixed_precision(policy):
     with dtype_policy(policy):
         model = compiled(keras.optimizers.Adam(0.01))
@@ -311,7 +365,7 @@ def test_mixed_precision(policy):
     assert relative_difference(whole_values(model.weights), values(single.weights)) < tolerance
 
 
-@pytest.mark.parametrize("bad", [ROWS + 5, -1])
+@pytest.mark.parametrize("bad", [ROWS + 5, pytest.param(-1, marks=pytest.mark.long)])
 def test_an_id_that_is_out_of_range(bad):
     """Only the last rank has one; all ranks raise, with the id."""
     x = X[:48].copy()
@@ -393,7 +447,7 @@ def test_stopped_and_resumed_equals_uninterrupted(folder, watch):
     assert all(map(np.array_equal, ours, theirs))
 
 
-@pytest.mark.parametrize("block_bytes", [32 << 20, 1000])
+@pytest.mark.parametrize("block_bytes", [1000, pytest.param(32 << 20, marks=pytest.mark.long)])
 def test_resumes_on_one_rank_and_back(folder, block_bytes, monkeypatch):
     """State saved by all ranks is loaded by one process, continued, and loaded by all ranks."""
     monkeypatch.setattr(row_shards, "BLOCK_BYTES", block_bytes)
