@@ -27,6 +27,7 @@ from hvdtrain.optim.rank_policy import (
     names_on_every_rank,
     only_writes,
     overrides,
+    require_savable,
     require_usable,
 )
 from hvdtrain.seams import keras_internals
@@ -127,6 +128,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
         require_agreement("callbacks", {"those that decide": self._names}, self._collectives, remedy=PASS_ALL_CALLBACKS)
         require_whole_ema(self.model, self._own)
+        require_savable(self.model, self._own)
         if not self._is_alone:
             self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
         self._compares_replicas = True

@@ -98,6 +98,7 @@ LOCAL_LAYERS = Condition("an optimizer with local_layers")
 GLOBAL_CLIP_NORM = Condition("an optimizer with global_clipnorm")
 SHARDED_TABLE = Condition("a sharded table (hvdtrain.layers.ShardedEmbedding)")
 TRAINER = Condition("a trainer")
+SAVED_BY_KERAS = Condition("Keras' callbacks that save the model")
 SWAPPED_EMA = Condition("the callback SwapEMAWeights")
 
 
@@ -255,6 +256,12 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(SHARDED_TABLE, SHARDED_OPTIMIZER, why="the state of a table is on the rank of its rows already"),
     *_excludes(SHARDED_TABLE, LOCAL_LAYERS, why="gradients of rows are means over the samples of all ranks"),
     *_excludes(SHARDED_TABLE, USED_GRADIENTS, why="no rank has the gradient of a whole table"),
+    *_excludes(
+        SHARDED_TABLE,
+        SAVED_BY_KERAS,
+        why="they run on rank 0 only, which has 1/N of the rows",
+        instead="use hvdtrain.callbacks.Checkpoint or hvdtrain.Checkpointer",
+    ),
     *_excludes(
         SHARDED_TABLE,
         ELASTIC,

@@ -22,6 +22,7 @@ from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DataError, DivergenceError, NonFiniteError, StoppedEarly, UnequalError, UsageError
 from hvdtrain.layers import ShardedEmbedding, whole_tables
+from hvdtrain.training.equality import step_check
 
 ROWS, WIDTH, IDS = 53, 6, 5
 GLOBAL_BATCH = 24
@@ -408,20 +409,22 @@ def test_evaluate_and_predict_on_uneven_shares():
         assert np.allclose(predicted, single.predict(X[:count], verbose=0), atol=1e-5)
 
 
-def test_the_check_of_a_step_covers_tables():
+def test_the_check_of_a_step_covers_tables(monkeypatch):
     """A gradient that depends on the rank is found; one process and the ranks agree otherwise."""
-    model = compiled(keras.optimizers.Adagrad(0.1, global_clipnorm=0.1))
-    finding = hvdtrain.verify(
-        lambda data: run_step(model, data), (tf.constant(X[RANK::SIZE][:24]), tf.constant(Y[RANK::SIZE][:24])), model
-    )
-    if SIZE > 1:
-        assert finding.unequal is None
-        assert finding.unchecked is None
-        assert finding.compared["gradient"] == 5
-        unequal = compiled(keras.optimizers.SGD(0.1))
-        wrong = lambda data: run_step(unequal, data, factor=float(RANK + 1))
-        with pytest.raises(UnequalError):
-            hvdtrain.verify(wrong, (tf.constant(X[RANK::SIZE][:24]), tf.constant(Y[RANK::SIZE][:24])), unequal)
+    batch = tf.constant(X[RANK::SIZE][:24]), tf.constant(Y[RANK::SIZE][:24])
+
+    def verified(optimizer, **options):
+        model = compiled(optimizer)
+        return hvdtrain.verify(lambda data: run_step(model, data, **options), batch, model)
+
+    finding = verified(keras.optimizers.Adagrad(0.1, global_clipnorm=0.1))
+    if SIZE == 1:
+        return
+    assert (finding.unequal, finding.unchecked, finding.compared["gradient"]) == (None, None, 5)
+    with pytest.raises(UnequalError):
+        verified(keras.optimizers.SGD(0.1), factor=float(RANK + 1))
+    monkeypatch.setattr(step_check, "_MAX_TABLE_BYTES", 0)
+    assert "would copy its sharded tables" in verified(keras.optimizers.SGD(0.1)).unchecked
 
 
 def run_step(model, data, factor=1.0):
@@ -527,11 +530,11 @@ def test_arguments_that_are_refused(make, message):
         make()
 
 
-def fit_with(optimizer, **options):
+def fit_with(optimizer, callbacks=(), **options):
     model = make_model()
     model.compile(hvdtrain.DistributedOptimizer(optimizer, **options), loss())
     hvdtrain.broadcast(model)
-    model.fit(X[:8], Y[:8], verbose=0)
+    model.fit(X[:8], Y[:8], verbose=0, callbacks=[*callbacks])
 
 
 def test_other_refusals():
@@ -548,5 +551,7 @@ def test_other_refusals():
     model.compile("sgd", loss())
     with pytest.raises(UsageError, match="must be distributed"):
         model.fit(X[:8], Y[:8], verbose=0)
+    with pytest.raises(UsageError, match="callbacks that save the model"):
+        fit_with(keras.optimizers.SGD(0.1), callbacks=[keras.callbacks.ModelCheckpoint("m.keras")])
     with pytest.raises(UsageError, match=r"is on . ranks. Received: a use of it as a whole"):
         model.layers[1].embeddings  # noqa: B018
