@@ -440,6 +440,7 @@ def test_a_rank_with_rows_of_a_table_is_killed(tmp_path):
     done = ended_in_time(job, mark)
     assert re.search(r"lost connection to rank 1 \(host .*\) at step 4\d", done.only_message), done.output
     assert steps_of_checkpoints(run_dir) == [20, 40]
+    mark.unlink()
     pattern = str(run_dir / "checkpoints" / "*step-00000060*")
     job, mark = start(run_dir, "SIGKILL", step=60, options=options, checkpoint=pattern)
     ended_in_time(job, mark)
