@@ -433,6 +433,7 @@ def test_an_exception_in_one_rank(launcher, tmp_path):
 TABLES = ["--task", "synthetic-dlrm", "--batch-size", "64"]
 
 
+@pytest.mark.long
 def test_a_rank_with_rows_of_a_table_is_killed(tmp_path):
     """In training, and while its rows are saved: the job ends, and resumes from the last complete checkpoint."""
     options, run_dir, whole_dir = [*OPTIONS, *TABLES], tmp_path / "run", tmp_path / "whole"
