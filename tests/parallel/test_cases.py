@@ -32,8 +32,8 @@ LONG_JOBS |= {
     ("local_sgd", 4): 30,
     ("numerics+large_messages", 4): 36,
     ("resume", 4): 15,
-    ("sharded_tables", 2): 41,
-    ("sharded_tables", 3): 41,
+    ("sharded_tables", 2): 40,
+    ("sharded_tables", 3): 40,
 }
 
 
