@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain import errors
 
 if TYPE_CHECKING:
-    from hvdtrain import callbacks, data, elastic
+    from hvdtrain import callbacks, data, elastic, layers
     from hvdtrain.checkpoint.checkpointer import Checkpointer
     from hvdtrain.checkpoint.config import CheckpointConfig
+    from hvdtrain.checkpoint.table_reader import TableReader
     from hvdtrain.data.sharding import shard
     from hvdtrain.distributed.compression import Compression
     from hvdtrain.distributed.config import GpuConfig
@@ -78,6 +79,7 @@ __all__ = [
     "QuorumConfig",
     "RankTimesReporter",
     "Reporter",
+    "TableReader",
     "Task",
     "TensorBoardReporter",
     "Topology",
@@ -98,6 +100,7 @@ __all__ = [
     "gather_objects",
     "init",
     "is_main_process",
+    "layers",
     "predict",
     "print_once",
     "process_set",
@@ -133,6 +136,7 @@ _MODULES = {
     "QuorumConfig": "training.config",
     "RankTimesReporter": "loggers.rank_times",
     "Reporter": "loggers.reporter",
+    "TableReader": "checkpoint.table_reader",
     "Task": "tasks.task",
     "TensorBoardReporter": "loggers.tensorboard",
     "Topology": "distributed.runtime",

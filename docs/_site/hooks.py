@@ -147,7 +147,7 @@ _SECTIONS = {
         *("evaluate", "predict", "reduce", "gather_objects", "broadcast_object"),
         *("barrier", "is_main_process", "print_once"),
     ),
-    "Trainer": ("Trainer", "Checkpointer", "JobWatch", "ParameterAverager"),
+    "Trainer": ("Trainer", "Checkpointer", "TableReader", "JobWatch", "ParameterAverager"),
     "Configuration": (
         *("TrainConfig", "GuardConfig", "CheckpointConfig", "LoggingConfig", "LocalSGDConfig"),
         *("BalanceConfig", "QuorumConfig", "GpuConfig"),
@@ -158,7 +158,7 @@ _SECTIONS = {
         *("MLflowReporter", "RankTimesReporter", "TensorBoardReporter", "WandbReporter"),
     ),
 }
-_SUBMODULES = ("callbacks", "data", "elastic", "errors")
+_SUBMODULES = ("callbacks", "data", "elastic", "errors", "layers")
 
 
 def api_pages() -> dict[str, str]:

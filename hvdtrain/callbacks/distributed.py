@@ -27,6 +27,7 @@ from hvdtrain.optim.rank_policy import (
     names_on_every_rank,
     only_writes,
     overrides,
+    require_savable,
     require_usable,
 )
 from hvdtrain.seams import keras_internals
@@ -127,6 +128,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
         require_agreement("callbacks", {"those that decide": self._names}, self._collectives, remedy=PASS_ALL_CALLBACKS)
         require_whole_ema(self.model, self._own)
+        require_savable(self.model, self._own)
         if not self._is_alone:
             self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
         self._compares_replicas = True
@@ -269,7 +271,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
 
     def _require_equal_replicas(self) -> None:
         require_equal_adapted_layers(self.model, self._collectives, int(self.model.optimizer.iterations.numpy()))
-        weights = self.model.trainable_weights
+        weights = whole_variables(self.model.trainable_weights)
         by_optimizer = [pipeline.reduce.are_local(weights) for _, pipeline in require_pipelines(self.model)]
         are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]

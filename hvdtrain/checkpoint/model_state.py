@@ -11,9 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.joined_parts import PARTS
+from hvdtrain.checkpoint.table_rows import restore_rows
 from hvdtrain.checkpoint.transfer import Spec
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_memory import MemorySlot
+from hvdtrain.distributed.initial_seeds import forget_seed
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import (
@@ -23,7 +25,7 @@ from hvdtrain.distributed.replica_consistency import (
     random_streams,
     share_counters,
 )
-from hvdtrain.distributed.shards import part_of, whole_shape, whole_variables
+from hvdtrain.distributed.shards import part_of, row_shard_of, whole_shape, whole_variables
 from hvdtrain.distributed.snapshot import host_array, host_tensor
 from hvdtrain.errors import DataError
 from hvdtrain.optim.distributed_optimizer import compression_memories
@@ -61,7 +63,7 @@ class ModelState:
     Replicas have equal weights and optimizers, except in local SGD. Each rank has its own seed generator states, metric
     sums, states of stateful recurrent layers, weights that gradients do not update (the moving statistics of
     BatchNormalization, averaged only for evaluation and in checkpoints), and its part of the state of a sharded
-    optimizer.
+    optimizer, and its rows of sharded tables.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
@@ -78,7 +80,7 @@ class ModelState:
         share_counters(self._model, self._collectives)
         shared = self._shared()
         candidates = list(shared.values()) if averaged else self._model.non_trainable_weights
-        split = differing(candidates, self._collectives)
+        split = differing(whole_variables(candidates), self._collectives)
         own = {
             "metrics": self._metrics(),
             "random": self._random(),
@@ -173,12 +175,16 @@ class ModelState:
         shared = whole_variables([each for each in self._shared().values() if id(each) not in others])
         self._collectives.broadcast([variable.value for variable in shared])
         for name, variable in restored.items():
-            if (part := part_of(variable)) is not None:
+            if (shard := row_shard_of(variable)) is not None:
+                restore_rows(variable, shard, name, tensors, self._collectives)
+            elif (part := part_of(variable)) is not None:
                 # One after the other, so that only one of them is in memory as a whole.
                 value = tensors[name] if self._collectives.rank == 0 else np.zeros(part.shape, variable.dtype)
                 whole = tf.Variable(value, trainable=False, dtype=variable.dtype)
                 self._collectives.broadcast([whole])
                 variable.assign(part.of(whole))
+        for variable in self._model.weights:
+            forget_seed(variable)
         note_equal_counters(self._model)
 
     def _restore_shared(
@@ -209,7 +215,7 @@ class ModelState:
         own = description["own"]
         found = {each[0]: by_name[each[0]] for each in own["weights"] if each[0] in by_name}
         for name, shape, _ in own.get(PARTS, []):
-            if part_of(by_name[name]) is not None and list(by_name[name].shape) == shape:
+            if name in by_name and part_of(by_name[name]) is not None and list(by_name[name].shape) == shape:
                 found[name] = by_name[name]
         found |= dict(zip((each[0] for each in own["random"]), self._random().values(), strict=True))
         metrics = self._metrics()

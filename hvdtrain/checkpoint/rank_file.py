@@ -115,6 +115,20 @@ class RankFileReader:
         count, position = int(np.prod(shape, dtype=np.int64)), self._positions[f"rank{rank}/{name}"]
         return np.fromfile(self._path, dtype_of(dtype), count, offset=position).reshape(shape)
 
+    def rows(self, rank: int, name: str, place: slice) -> np.ndarray:
+        """Consecutive rows of one array of a rank."""
+        _, shape, dtype = next(each for each in self.specs[rank] if each[0] == name)
+        width, kind = int(np.prod(shape[1:], dtype=np.int64)), dtype_of(dtype)
+        position = self._positions[f"rank{rank}/{name}"] + place.start * width * kind.itemsize
+        count = place.stop - place.start
+        return np.fromfile(self._path, kind, count * width, offset=position).reshape(count, *shape[1:])
+
+    def mapped(self, rank: int, name: str) -> np.ndarray:
+        """One array of a rank, which is read from the file where it is used."""
+        _, shape, dtype = next(each for each in self.specs[rank] if each[0] == name)
+        position = self._positions[f"rank{rank}/{name}"]
+        return np.memmap(self._path, dtype_of(dtype), "r", offset=position, shape=tuple(shape))
+
     def reader(self, rank: int) -> "RankReader":
         """Reads the bytes of a rank's arrays, in order."""
         specs = self.specs[rank]

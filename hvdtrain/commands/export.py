@@ -13,6 +13,7 @@ from hvdtrain.commands.trained_run import TrainedRun, open_run
 from hvdtrain.data import evaluation_dataset
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_first_rank
+from hvdtrain.layers import whole_tables
 from hvdtrain.optim.ema import keep_ema_weights
 from hvdtrain.runs.run_files import open_run_files
 from hvdtrain.stores.local_copies import reading_folder
@@ -40,7 +41,9 @@ def _export(config: ExportConfig, session: Session) -> None:
         trained = open_run(files, config.task, config.data_dir, session.collectives)
         restored = trained.load(config.checkpoint)
     num_ranks = session.collectives.size
-    on_first_rank(lambda: _write(trained, config.format, target, num_ranks), session.collectives)
+    keep_ema_weights(trained.model)
+    with whole_tables(trained.model, collectives=session.collectives):
+        on_first_rank(lambda: _write(trained, config.format, target, num_ranks), session.collectives)
     if session.collectives.rank == 0:
         with contextlib.suppress(OSError):  # The model has been written, even if this line cannot be.
             print(f"{target}: the model of step {restored.step}", flush=True)
@@ -76,7 +79,6 @@ def _require_new(target: str | Path, exists: bool) -> None:
 def _write_here(trained: TrainedRun, file_format: str, target: Path, num_ranks: int) -> None:
     _require_new(target, target.exists())
     model = trained.model
-    keep_ema_weights(model)
     compile_plainly(model, trained.config, trained.task, num_ranks)
     if type(model).call is not keras.Model.call:
         # Keras exports only models that have been called.

@@ -68,8 +68,8 @@ class RunDirectory(Protocol):
     def write_config(self, config: Mapping[str, Any], made_with: Mapping[str, Any] | None = None) -> None:
         """Writes the configuration, and what the run is made with."""
 
-    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
-        """Writes the model and the summary."""
+    def finish(self, model: keras.Model | None, summary: Mapping[str, Any]) -> None:
+        """Writes the model, if it can be saved, and the summary."""
 
     def publish(self) -> None:
         """Uploads changed files other than checkpoints, if the run is in an object store; raises OSError on failure."""
@@ -101,7 +101,7 @@ class NoRunDirectory:
     def write_config(self, config: Mapping[str, Any], made_with: Mapping[str, Any] | None = None) -> None:
         pass
 
-    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+    def finish(self, model: keras.Model | None, summary: Mapping[str, Any]) -> None:
         pass
 
     def publish(self) -> None:
@@ -212,13 +212,14 @@ class OwnedRunDirectory:
                 "change its permissions, and start the job again, or use another folder."
             ) from error
 
-    def finish(self, model: keras.Model, summary: Mapping[str, Any]) -> None:
+    def finish(self, model: keras.Model | None, summary: Mapping[str, Any]) -> None:
         """Raises DataError if the files cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if self._config is not None and not (self.path / _CONFIG).exists():  # The folder was deleted meanwhile.
                 _write_object(self.path / _CONFIG, self._config)
-            self._save(model)
+            if model is not None:
+                self._save(model)
             _write_object(self.path / _SUMMARY, summary)
             self.publish()
         except OSError as error:

@@ -2,7 +2,7 @@
 
 import contextlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -27,15 +27,19 @@ from hvdtrain.config.fields import as_dict, facts_of, with_options
 from hvdtrain.config.wording import flag_of
 from hvdtrain.data import Data
 from hvdtrain.distributed import gpu_sharing, runtime
+from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import DataError, HvdtrainError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.layers import whole_tables
+from hvdtrain.layers.table_sizes import sizes_text
 from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.seams import keras_internals
 from hvdtrain.stores.urls import is_url
 from hvdtrain.system import environment
 from hvdtrain.system.network import host_name
 from hvdtrain.system.supervisor_client import note_listener
+from hvdtrain.system.terminal import report
 from hvdtrain.tasks.names import run_dir_of, short_name
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.rescaling import rescale_learning_rate
@@ -160,9 +164,13 @@ class Run:
             "task": config.task,
             **trainer.fit(on_start=start, on_rank_changed=rank_changed),
         }
-        on_every_rank(
-            lambda: _finish(config, task, trainer.model, self.directory, summary, collectives.size), collectives
-        )
+        with _savable(trainer.model, collectives) as is_whole:
+            on_every_rank(
+                lambda: _finish(
+                    config, task, trainer.model if is_whole else None, self.directory, summary, collectives.size
+                ),
+                collectives,
+            )
         self.reporter.finished(summary)
         if self.directory.writes:
             name = shlex.quote(self.directory.name)
@@ -172,7 +180,9 @@ class Run:
     def _facts(self, trainer: Trainer) -> dict[str, Any]:
         config, plan, topology = self._config, trainer.plan, runtime.current().topology
         launcher = topology.launcher if self._session.coordinator is None else "hvdtrain elastic"
+        tables = sizes_text(trainer.model)
         return {
+            **({} if tables is None else {"tables": tables}),
             "task": f"{config.task}, {trainer.model.count_params():,} parameters",
             "ranks": f"{topology.size} on {topology.cross_size} host(s), started by {launcher}, "
             f"{topology.threads} thread(s) each, rank 0 on {topology.device}",
@@ -212,15 +222,30 @@ def _for_changing_ranks(config: RunConfig, start_size: int) -> RunConfig:
     return with_options(config, {"global_batch_size": config.training.batch_size * start_size})
 
 
+@contextlib.contextmanager
+def _savable(model: keras.Model, collectives: Collectives) -> Iterator[bool]:
+    """In the block, rank 0 can save the model; False if its sharded tables do not fit into the memory of rank 0."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(whole_tables(model, collectives=collectives))
+        except UsageError as error:
+            if collectives.rank == 0:
+                report(0, f"model.keras is not written: {error}")
+            yield False
+        else:
+            yield True
+
+
 def _finish(
     config: RunConfig,
     task: Task,
-    model: keras.Model,
+    model: keras.Model | None,
     run_directory: RunDirectory,
     summary: dict[str, Any],
     num_ranks: int,
 ) -> None:
-    compile_plainly(model, config, task, num_ranks)
+    if model is not None:
+        compile_plainly(model, config, task, num_ranks)
     run_directory.finish(model, summary)
 
 

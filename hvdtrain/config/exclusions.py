@@ -96,7 +96,9 @@ MEAN_LOSS = Condition("a loss that is a mean over samples")
 STREAM = Condition("a tf.data.Dataset")
 LOCAL_LAYERS = Condition("an optimizer with local_layers")
 GLOBAL_CLIP_NORM = Condition("an optimizer with global_clipnorm")
+SHARDED_TABLE = Condition("a sharded table (hvdtrain.layers.ShardedEmbedding)")
 TRAINER = Condition("a trainer")
+SAVED_BY_KERAS = Condition("Keras' callbacks that save the model")
 SWAPPED_EMA = Condition("the callback SwapEMAWeights")
 
 
@@ -245,6 +247,26 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(LOCAL_LAYERS, SHARDED_OPTIMIZER, why="each rank updates its own layers"),
     *_excludes(
         LOCAL_LAYERS, TRAINER, why="a trainer keeps all replicas equal", instead="use model.fit or your own loop"
+    ),
+    # Sharded tables.
+    *_excludes(SHARDED_TABLE, LOCAL, why="a rank asks the others for rows in every step"),
+    *_excludes(SHARDED_TABLE, QUORUM, why="a late rank does not communicate in the forward pass"),
+    *_excludes(SHARDED_TABLE, JIT_COMPILE, why="XLA cannot compile the exchange of rows"),
+    *_excludes(SHARDED_TABLE, ADASUM, why="Adasum combines whole gradients"),
+    *_excludes(SHARDED_TABLE, SHARDED_OPTIMIZER, why="the state of a table is on the rank of its rows already"),
+    *_excludes(SHARDED_TABLE, LOCAL_LAYERS, why="gradients of rows are means over the samples of all ranks"),
+    *_excludes(SHARDED_TABLE, USED_GRADIENTS, why="no rank has the gradient of a whole table"),
+    *_excludes(
+        SHARDED_TABLE,
+        SAVED_BY_KERAS,
+        why="they run on rank 0 only, which has 1/N of the rows",
+        instead="use hvdtrain.callbacks.Checkpoint or hvdtrain.Checkpointer",
+    ),
+    *_excludes(
+        SHARDED_TABLE,
+        ELASTIC,
+        why="a lost rank takes its rows with it",
+        instead="use launch/run --restarts",
     ),
     # Optimizer and learning rate.
     *_excludes(SKIPPED_STEPS, SEVERAL_OPTIMIZERS, why="each optimizer decides about its own variables"),

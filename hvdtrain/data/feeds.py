@@ -85,6 +85,12 @@ class EvaluationFeed:
         self._ranks = ranks
         self._excluded = ExcludedSamples(source, quota)
 
+    @property
+    def num_batches(self) -> int:
+        """The batches of this rank."""
+        ranks, excluded = self._ranks, self._excluded.numbers
+        return len(shard_batches(self._source.num_samples, self._batch_size, ranks.rank, ranks.size, excluded))
+
     def restart(self) -> None:
         """Starts at the first batch. Must be called before each evaluation."""
         self._position = 0

@@ -104,6 +104,14 @@ class Collectives(Protocol):
         It works inside a tf.function. ``name`` identifies the call site.
         """
 
+    def exchange_parts(self, tensor: tf.Tensor, lengths: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sends ``lengths[i]`` rows of a tensor to rank i, in order; returns the rows from all ranks, and how many each
+        has sent.
+
+        It works inside a tf.function, and has no gradient. ``name`` identifies the call site. The rows that one rank
+        sends or receives must be less than 2 GiB together.
+        """
+
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         """A scalar that is true if it is true on every rank; it works inside a tf.function."""
 

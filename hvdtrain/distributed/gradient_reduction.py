@@ -23,8 +23,10 @@ class ReducedGradients:
     """Takes the gradients out of buckets; a scalar stands for all gradients of its bucket."""
     lost: Sequence[tf.Tensor] = ()
     """What compression has left out of this rank's buckets."""
+    parts: Sequence[int] = ()
+    """Positions of the buckets of which each rank holds a different part."""
     sum_over_ranks: "StepSum" = list
-    """Adds up what ranks compute from their reduced buckets, if each rank holds different parts of the gradients."""
+    """Adds up what ranks compute from these."""
     gather: "Callable[[Sequence[Gradient]], list[Gradient]]" = list
     """The whole gradients, from each rank's parts."""
     sums: Mapping[int, tf.Tensor] = dataclasses.field(default_factory=dict)
@@ -35,6 +37,12 @@ class ReducedGradients:
     def gradients(self) -> list[Gradient]:
         """The reduced gradients; this rank's parts of them if the optimizer is sharded."""
         return self.unpack(self.buckets)
+
+    def total(self, numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+        """The sum over all gradients of a number for each bucket, the same on all ranks."""
+        whole = [each for i, each in enumerate(numbers) if i not in self.parts]
+        own = [each for i, each in enumerate(numbers) if i in self.parts]
+        return tf.add_n([*whole, *(self.sum_over_ranks([tf.add_n(own)]) if own else [])])
 
 
 GradientReducer = Callable[[Sequence[Gradient]], ReducedGradients]
@@ -136,6 +144,31 @@ def divided(reduced: ReducedGradients, weight: tf.Tensor) -> ReducedGradients:
     return dataclasses.replace(reduced, buckets=buckets)
 
 
+def with_parts(reduced: ReducedGradients, own: Mapping[int, Gradient], sum_over_ranks: StepSum) -> ReducedGradients:
+    """Reduced gradients and, among them, others of which each rank has its part, and which are not sent.
+
+    Args:
+        own: by their positions among all gradients.
+        sum_over_ranks: adds up what ranks compute from their parts.
+    """
+    num_sent, places = len(reduced.buckets), sorted(own)
+    parts = [values_of(own[i]) for i in places]
+
+    def merged(buckets: Sequence[tf.Tensor], others: Sequence[Gradient]) -> list[Gradient]:
+        found = {i: with_values(own[i], bucket) for i, bucket in zip(places, buckets[num_sent:], strict=True)}
+        rest = iter(others)
+        return [found[i] if i in found else next(rest) for i in range(len(others) + len(found))]
+
+    return dataclasses.replace(
+        reduced,
+        sent=[*reduced.sent, *parts],
+        buckets=[*reduced.buckets, *parts],
+        unpack=lambda buckets: merged(buckets, reduced.unpack(buckets[:num_sent])),
+        parts=range(num_sent, num_sent + len(parts)),
+        sum_over_ranks=sum_over_ranks,
+    )
+
+
 def reduced_but_local(
     reduce: GradientReducer, gradients: Sequence[Gradient], is_local: Sequence[bool], share: float
 ) -> ReducedGradients:
@@ -145,7 +178,7 @@ def reduced_but_local(
 
     def own(gradient: Gradient) -> Gradient:
         gradient = with_unique_rows(gradient)
-        return with_values(gradient, values_of(gradient) * tf.cast(share, gradient.dtype))
+        return with_values(gradient, values_of(gradient) * tf.constant(share, gradient.dtype))
 
     return unreduced(
         [own(gradient) if local else next(reduced) for gradient, local in zip(gradients, is_local, strict=True)]

@@ -274,6 +274,13 @@ class HorovodCollectives:
         lengths = tf.ones([self.size], tf.int32)
         return tf.ensure_shape(self._operations.alltoall(rows, lengths, name)[0], rows.shape)
 
+    def exchange_parts(self, tensor: tf.Tensor, lengths: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+        # Horovod does not know bfloat16, and moves bytes here.
+        sent = tf.bitcast(tensor, tf.int16) if tensor.dtype == tf.bfloat16 else tensor
+        received, numbers = self._operations.alltoall(self._known_late(sent), tf.cast(lengths, tf.int32), name)
+        received = tf.bitcast(received, tf.bfloat16) if tensor.dtype == tf.bfloat16 else received
+        return tf.ensure_shape(received, [None, *tensor.shape[1:]]), tf.ensure_shape(numbers, lengths.shape)
+
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         flag = self._operations.allreduce(tf.cast(value, tf.int32), self._hvd.Min, "hvdtrain_all_true")
         return tf.cast(flag, tf.bool)

@@ -20,6 +20,9 @@ class HorovodOperations:
 
     def __init__(self, hvd: Any, process_set: Any = None):
         self.hvd = hvd
+        # As they are now: a check replaces Horovod's functions by those of one process, for the program that it checks.
+        # What hvdtrain itself sends then, such as the rows of sharded tables, passes between all ranks.
+        self._allreduce, self._alltoall = hvd.allreduce, hvd.alltoall
         # TensorFlow's scopes hold the names of optimizers, which Keras numbers: a rank that has made another optimizer
         # before would wait for the others forever.
         self._options: dict[str, Any] = {"ignore_name_scope": True}
@@ -44,7 +47,7 @@ class HorovodOperations:
 
         def send(piece: tf.Tensor, suffix: str) -> tf.Tensor:
             sent = tf.cast(piece, tf.float32) if piece.dtype in _HALVES and not in_half else piece
-            return tf.cast(self.hvd.allreduce(sent, op=op, name=name + suffix, **self._options), piece.dtype)
+            return tf.cast(self._allreduce(sent, op=op, name=name + suffix, **self._options), piece.dtype)
 
         return bounded_messages.in_pieces(tensor, send)
 
@@ -64,7 +67,7 @@ class HorovodOperations:
 
     def alltoall(self, tensor: tf.Tensor, lengths: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         """Sends ``lengths[i]`` rows to rank i; returns the rows from all ranks, and their numbers."""
-        return self.hvd.alltoall(tensor, lengths, name=name, **self._options)
+        return self._alltoall(tensor, lengths, name=name, **self._options)
 
     def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
         """The tensor of the rank with this number among all ranks."""

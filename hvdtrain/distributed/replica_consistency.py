@@ -15,9 +15,11 @@ from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, sh
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.distinct_values import most_common
+from hvdtrain.distributed.initial_seeds import share_seeds
 from hvdtrain.distributed.model_roles import note_replicated
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, require_keras_model
-from hvdtrain.distributed.shards import whole_variables
+from hvdtrain.distributed.row_shards import blocks_on_first_rank
+from hvdtrain.distributed.shards import has_tables, row_shard_of, whole_variables
 from hvdtrain.distributed.snapshot import host_array, path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
 from hvdtrain.seams import keras_internals
@@ -51,7 +53,8 @@ def broadcast(
     if not isinstance(model, keras.Model) and isinstance(model, tf.Module):
         model = model.variables
     if isinstance(model, list | tuple) and all(isinstance(each, keras.Variable | tf.Variable) for each in model):
-        collectives.broadcast([resource_of(variable) for variable in model])
+        collectives.broadcast([resource_of(variable) for variable in whole_variables(model)])
+        share_seeds(model, collectives)
         return
     require_keras_model(model)
     if not is_built(model):
@@ -64,8 +67,9 @@ def broadcast(
     share_adapted_layers(model, collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
     global_streams = [global_stream()] if collectives.size > 1 else []
-    variables = [*model.variables, *whole_variables(optimizer_variables(model)), *global_streams]
+    variables = [*whole_variables([*model.variables, *optimizer_variables(model)]), *global_streams]
     collectives.broadcast([variable.value for variable in variables])
+    share_seeds(model.weights, collectives)
     note_equal_counters(model)
     note_replicated(model)
     for variable in [*random_streams(model), *global_streams]:
@@ -117,9 +121,23 @@ def own_random_stream(state: np.ndarray, rank: int) -> np.ndarray:
     return state
 
 
-def weights_sha256(model: keras.Model) -> str:
-    """A digest of the model's weights in order: equal digests mean bit-identical weights."""
-    return sha256_of(map(host_array, model.weights))
+def weights_sha256(model: keras.Model, collectives: Collectives | None = None) -> str:
+    """A digest of the model's weights in order: equal digests mean bit-identical weights.
+
+    That of a sharded table is of its rows in order, whatever the number of ranks. All ranks must call it.
+    """
+    collectives = collectives or runtime.collectives()
+
+    def blocks() -> Iterator[np.ndarray]:
+        for variable in model.weights:
+            shard = row_shard_of(variable)
+            if shard is None:
+                yield host_array(variable)
+            else:
+                yield from blocks_on_first_rank(host_array(variable), shard, collectives)
+
+    digest = sha256_of(blocks())
+    return collectives.allgather(digest)[0] if has_tables(model) else digest
 
 
 def sha256_of(arrays: Iterable[np.ndarray]) -> str:
@@ -154,7 +172,8 @@ def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple
     """
     share_counters(model, collectives)
     counters = {id(variable) for variable in _counters(model)}
-    return share([v for v in model.non_trainable_weights if id(v) not in counters], collectives)
+    statistics = whole_variables(model.non_trainable_weights)
+    return share([v for v in statistics if id(v) not in counters], collectives)
 
 
 def share_counters(model: keras.Model, collectives: Collectives) -> None:
@@ -255,7 +274,7 @@ def require_equal_replicas(
     Raises:
         DivergenceError: on every rank, naming the rank and the variable that differ.
     """
-    variables = [*model.weights, *([] if weights_only else whole_variables(optimizer_variables(model)))]
+    variables = whole_variables([*model.weights, *([] if weights_only else optimizer_variables(model))])
     require_equal_adapted_layers(model, collectives, step)
     with shared_statistics(model, collectives):
         require_equal_variables(

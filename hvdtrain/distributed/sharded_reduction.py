@@ -9,8 +9,9 @@ import tensorflow as tf
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import are_sent_together, bucket_layout
-from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients, StepSum
+from hvdtrain.distributed.gradient_reduction import Gradient, ReducedGradients
 from hvdtrain.distributed.shards import num_pieces, part_length, rows_of_parts, whole_of_rows
+from hvdtrain.distributed.step_sums import StepSums
 from hvdtrain.errors import UsageError
 
 _numbers = itertools.count(1)
@@ -52,7 +53,8 @@ class ShardedReduction:
     def __init__(self, collectives: Collectives, config: ReductionConfig):
         self.collectives = collectives
         self._config = config
-        self._sums: dict[str, StepSum] = {}
+        self.sum_over_ranks = StepSums(collectives)
+        """Adds up small tensors that each rank computes from its parts."""
         self._name = ""
 
     def __call__(self, gradients: Sequence[Gradient]) -> ReducedGradients:
@@ -75,15 +77,10 @@ class ShardedReduction:
             packed,
             buckets,
             layout.unpack,
+            parts=range(len(packed)),
             sum_over_ranks=lambda tensors: self.sum_over_ranks(tensors, "norm"),
             gather=lambda parts: self.gather(parts, shapes, "gradient"),
         )
-
-    def sum_over_ranks(self, tensors: Sequence[tf.Tensor], place: str) -> list[tf.Tensor]:
-        """Adds up small tensors that each rank computes from its parts; ``place`` identifies the call site."""
-        if place not in self._sums:
-            self._sums[place] = self.collectives.step_sum()
-        return self._sums[place](tensors)
 
     def gather(self, parts: Sequence[tf.Tensor], shapes: Sequence[Sequence[int]], place: str) -> list[tf.Tensor]:
         """The whole tensors of these shapes, from each rank's parts; ``place`` identifies the call site."""

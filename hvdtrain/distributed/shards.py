@@ -3,6 +3,9 @@
 A variable is divided into one equal part for each rank, in the order of its elements, so that every rank has the same
 share of each layer. They are padded with zeros to a multiple of 32 elements, at which TensorFlow can address a part of
 a tensor without copying it; those that are sent in pieces, to a multiple of 32 for each piece.
+
+Variables that are not equal on all ranks are marked here, by :func:`mark_part`: parts, and the rows of sharded tables
+(:mod:`hvdtrain.distributed.row_shards`). Whatever treats variables as replicas asks :func:`whole_variables`.
 """
 
 import dataclasses
@@ -12,6 +15,8 @@ from collections.abc import Sequence
 import keras
 import numpy as np
 import tensorflow as tf
+
+from hvdtrain.distributed.row_shards import RowShard
 
 _MULTIPLE = 32
 PIECE_ELEMENTS = 1 << 20
@@ -86,15 +91,28 @@ def whole_of_arrays(parts: Sequence[np.ndarray], shape: Sequence[int]) -> np.nda
     return np.concatenate(parts)[:num_elements].reshape(shape)
 
 
-def mark_part(variable: keras.Variable, part: Part) -> None:
-    """Records that a variable of an optimizer holds the state of one rank's part of a variable of the model."""
-    vars(variable)["hvdtrain_part"] = part
+def mark_part(variable: keras.Variable, part: Part | RowShard) -> None:
+    """Records that a variable holds one rank's part of a whole one: of an optimizer's state, or rows of a table."""
+    # Loops may pass TensorFlow's variable instead of Keras' to an optimizer or a tape.
+    for each in (variable, variable.value):
+        vars(each)["hvdtrain_part"] = part
 
 
-def part_of(variable: keras.Variable) -> Part | None:
+def part_of(variable: keras.Variable | tf.Variable) -> Part | RowShard | None:
     """Which part of a whole variable this one holds; None if it is whole, and equal on all ranks."""
-    part: Part | None = vars(variable).get("hvdtrain_part")
+    part: Part | RowShard | None = getattr(variable, "hvdtrain_part", None)
     return part
+
+
+def row_shard_of(variable: keras.Variable | tf.Variable) -> RowShard | None:
+    """Which rows of a table that is sharded over ranks a variable holds; None if it is no such table, nor its state."""
+    part = part_of(variable)
+    return part if isinstance(part, RowShard) else None
+
+
+def has_tables(model: keras.Model) -> bool:
+    """Whether a model has tables that are sharded over several ranks."""
+    return any(row_shard_of(variable) is not None for variable in model.weights)
 
 
 def whole_shape(variable: keras.Variable) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.distributed.gradient_reduction import Gradient, values_of, with_values
@@ -46,7 +47,8 @@ def batch_weight(data: Any, pipelines: Pipelines) -> BatchWeight | None:
         return None
     first = flat[0]
     rows = first.dense_shape[0] if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]
-    return BatchWeight(tf.cast(rows, tf.float32) / _UNIT)
+    dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
+    return BatchWeight(tf.cast(rows, dtype) / _UNIT)
 
 
 @contextlib.contextmanager

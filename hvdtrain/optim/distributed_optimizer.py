@@ -19,6 +19,8 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import GradientReducer
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
+from hvdtrain.distributed.shards import row_shard_of
+from hvdtrain.distributed.step_sums import StepSums
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import moving_average_per_update, with_ramped_momentum
 from hvdtrain.optim.epoch_steps import EpochSteps
@@ -30,6 +32,7 @@ from hvdtrain.optim.made_steps import count_steps_of
 from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
 from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
 from hvdtrain.optim.step_reduction import StepReduction
+from hvdtrain.optim.table_gradients import clip_with_tables
 from hvdtrain.seams import keras_internals
 
 
@@ -120,6 +123,7 @@ def distribute(
             reducer=_make_reducer(leaf, collectives, config, compression),
             compression=compression,
             local_variables=local_variables,
+            sums=StepSums(collectives),
         )
         call_pipeline(leaf, make_pipeline(leaf, reduction, ema_ramp=ema_ramp))
         count_steps_of(leaf)
@@ -134,13 +138,14 @@ def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -
     """
     optimizer.update_step = fused_update_step(optimizer)
     on_parts = None if reduction.sharded is None else shard_state(optimizer, reduction.sharded)
+    clip = clip_with_tables(optimizer, reduction.sums, keras_internals.CLIP.of(optimizer))
     average = keras_internals.AVERAGE.of(optimizer) if on_parts is None else on_parts.average
     if optimizer.gradient_accumulation_steps:
         average = moving_average_per_update(optimizer)
     return GradientPipeline(
         start=EqualStart(reduction.collectives),
         reduce=reduction,
-        clip=keras_internals.CLIP.of(optimizer) if on_parts is None else on_parts.clip,
+        clip=clip if on_parts is None else on_parts.clip,
         decay=keras_internals.DECAY.of(optimizer) if on_parts is None else on_parts.decay,
         update=keras_internals.UPDATE.of(optimizer) if on_parts is None else on_parts.update,
         average=with_ramped_momentum(optimizer, average) if ema_ramp else average,
@@ -221,12 +226,15 @@ def is_distributed(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def gradient_bytes(optimizer: keras.optimizers.Optimizer, updates: int) -> int:
-    """The bytes of gradients that a rank passes to the allreduce in its first updates, sparse ones counted as dense."""
+    """The bytes of gradients that a rank passes to the allreduce in its first updates, sparse ones counted as dense;
+    those of sharded tables are not reduced."""
     total = 0
     for leaf in leaves(optimizer):
         compression = require_pipeline(leaf).reduce.compression
         num_whole = updates if compression is None else min(updates, compression.start_after)
         for variable in keras_internals.TRAINABLE_VARIABLES.of(leaf):
+            if row_shard_of(variable) is not None:
+                continue
             dtype = tf.as_dtype(variable.dtype)
             whole = variable.value.shape.num_elements() * max(4, dtype.size)
             spec = tf.TensorSpec(variable.value.shape, dtype)

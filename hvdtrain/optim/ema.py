@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.config import exclusions
 from hvdtrain.distributed.optimizers import leaves_of
-from hvdtrain.distributed.shards import part_of
+from hvdtrain.distributed.shards import Part, part_of
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.seams import keras_internals
 
@@ -119,4 +119,4 @@ def moving_average_per_update(optimizer: Any) -> Callable[..., None]:
 def _own_value(variable: keras.Variable, average: keras.Variable) -> tf.Tensor:
     """The value of a variable, or this rank's part of it if the average is of that part."""
     part = part_of(average)
-    return variable.value.read_value() if part is None else part.of(variable.value)
+    return part.of(variable.value) if isinstance(part, Part) else variable.value.read_value()

@@ -7,7 +7,9 @@ import tensorflow as tf
 
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.initial_seeds import first_with_other_seed
 from hvdtrain.distributed.replica_consistency import first_difference
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
 
@@ -35,7 +37,8 @@ class EqualStart:
         """Compares the variables at the first call. All ranks must call it when they trace or make their first step.
 
         Args:
-            variables: all that the optimizer updates, its own included.
+            variables: all that the optimizer updates, its own included. Of sharded tables, the seeds of their rows are
+                compared.
 
         Raises:
             DivergenceError: on every rank, if replicas are not equal.
@@ -49,7 +52,14 @@ class EqualStart:
             self._is_compared = True
             if self._broadcast is not None:
                 self._broadcast()
-            difference = first_difference(variables, collectives)
+            difference = first_difference(whole_variables(variables), collectives)
+            other_seed = first_with_other_seed(variables, collectives)
+        if other_seed is not None:
+            raise DivergenceError(
+                f"the rows of a table must be drawn from one seed on all ranks. Received: table {other_seed!r}, whose "
+                "seeds differ between ranks. Call hvdtrain.broadcast(model) after model.compile, or "
+                "hvdtrain.init(seed=…) before the model is made."
+            )
         if difference is not None:
             path, ranks = difference
             raise DivergenceError(

@@ -14,7 +14,7 @@ from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.pipeline import pipelines_of, require_pipelines
-from hvdtrain.optim.rank_policy import require_own_places
+from hvdtrain.optim.rank_policy import require_own_places, require_savable
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
@@ -158,6 +158,7 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
         collectives = next((pipeline.reduce.collectives for _, pipeline in pipelines_of(model)), None)
         if collectives is not None and collectives.size > 1 and not is_list:
             require_whole_ema(model, callbacks)
+            require_savable(model, callbacks)
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
                 call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(callbacks, collectives)]
         try:

@@ -9,10 +9,11 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compressed_reduction import make_reducer
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
-from hvdtrain.distributed.gradient_reduction import with_shapes_of
+from hvdtrain.distributed.step_sums import StepSums
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.equal_start import require_same_gradients
 from hvdtrain.optim.made_steps import count_step_of_a_tape
+from hvdtrain.optim.step_reduction import StepReduction
 
 _compared: set[tuple[int, ...]] = set()
 """For which variables the ranks have compared which have gradients."""
@@ -55,7 +56,12 @@ class DistributedGradientTape:
         self._tape = tf.GradientTape() if tape is None else tape
         collectives = collectives or runtime.current().collectives
         self._collectives = collectives
-        self._reduce = make_reducer(collectives, config, make_compression(compression), keeps_errors=False)
+        self._reduce = StepReduction(
+            config=config,
+            collectives=collectives,
+            reducer=make_reducer(collectives, config, make_compression(compression), keeps_errors=False),
+            sums=StepSums(collectives),
+        )
 
     @tf.autograph.experimental.do_not_convert
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
@@ -66,9 +72,9 @@ class DistributedGradientTape:
         variables = tf.nest.flatten(sources)
         self._require_same_gradients(found, variables)
         if found:
-            own = with_shapes_of([variables[i] for i in found], [flat[i] for i in found])
-            for i, reduced in zip(found, self._reduce(own).gradients, strict=True):
-                flat[i] = reduced
+            reduced = self._reduce([variables[i] for i in found], [flat[i] for i in found]).gradients
+            for i, each in zip(found, reduced, strict=True):
+                flat[i] = each
             count_step_of_a_tape()
         return tf.nest.pack_sequence_as(gradients, flat)
 

@@ -32,7 +32,8 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
-from hvdtrain.distributed.optimizers import is_horovods_own, optimizers_of
+from hvdtrain.distributed.optimizers import is_horovods_own, leaves, optimizers_of
+from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.weighted_gradients import GradientWeight
@@ -58,6 +59,7 @@ from hvdtrain.optim.pipeline import (
     when_checked,
 )
 from hvdtrain.optim.step_reduction import already_reduced
+from hvdtrain.optim.table_gradients import are_tables, require_no_norms_of_tables, require_usable_with_tables
 from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
@@ -183,8 +185,9 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
-keras.Model.fit = with_equal_ranks(global_loss.with_loss_errors(keras.Model.fit))
-keras.Model.evaluate = with_values_over_ranks(keras.Model.evaluate)
+keras.Model.fit = with_equal_ranks(with_unknown_ids(global_loss.with_loss_errors(keras.Model.fit)))
+keras.Model.evaluate = with_values_over_ranks(with_unknown_ids(keras.Model.evaluate))
+keras.Model.predict = with_unknown_ids(keras.Model.predict)
 keras_internals.ADDITIONAL_LOSS.set(keras.Model, _add_share_of_loss)
 keras_internals.COMPUTE_LOSS.set(keras.Model, _compute_one_number)
 
@@ -243,6 +246,8 @@ def _apply_if_distributed(self: Any, grads: Sequence[Any], trainable_variables: 
             "each optimizer that a train_step applies must be distributed. Received: "
             f"{self.name}, which is not. Wrap it in DistributedOptimizer, and keep it as an attribute of the model."
         )
+    if pipeline_of(self) is None and trainable_variables is not None:
+        require_no_norms_of_tables(self, trainable_variables)
     _apply_here(self, grads, trainable_variables)
 
 
@@ -327,12 +332,34 @@ def call_weigh_and_mark(optimizer: Any) -> None:
         if pipeline.divert is not None:
             pipeline.divert(grads, trainable_variables)
             return
-        marked = pipeline.mark(grads, was_weighed)
+        marked = _marked(pipeline, grads, _known_variables(optimizer, trainable_variables), was_weighed)
         was_weighed = False
         apply(marked, trainable_variables)
 
     optimizer.scale_loss = weigh_and_scale
     optimizer.apply = mark_and_apply
+
+
+def _known_variables(optimizer: Any, trainable_variables: Any) -> Sequence[keras.Variable]:
+    """The variables whose gradients are applied: those that were passed, or all that the optimizer trains."""
+    if trainable_variables is not None:
+        return list(trainable_variables)
+    return [variable for leaf in leaves(optimizer) for variable in keras_internals.TRAINABLE_VARIABLES.of(leaf)]
+
+
+def _marked(
+    pipeline: GradientPipeline,
+    gradients: Sequence[Gradient | None],
+    variables: Sequence[keras.Variable],
+    was_weighed: bool,
+) -> list[Gradient | None]:
+    """The stage ``mark``, for the gradients that are this rank's own; those of sharded tables are of all ranks."""
+    is_table = are_tables(variables)
+    if not any(is_table):
+        return list(pipeline.mark(gradients, was_weighed))
+    own = [None if table else each for each, table in zip(gradients, is_table, strict=True)]
+    marked = pipeline.mark(own, was_weighed)
+    return [each if table else mine for each, mine, table in zip(gradients, marked, is_table, strict=True)]
 
 
 # Step 6: all ranks skip a step together.
@@ -373,6 +400,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
         )
         found = [v for v, gradient in zip(known, grads, strict=False) if gradient is not None]
         variables = _without_overwritten(found, require_pipeline(optimizer))
+        require_usable_with_tables(optimizer, variables, require_pipeline(optimizer).reduce)
         applied.append(Applied(optimizer, variables))
         if (scope := current_scope()) is not None:
             scope.applied.append(applied[-1])

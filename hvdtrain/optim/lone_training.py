@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.model_roles import is_averaged, is_replicated
+from hvdtrain.distributed.shards import has_tables
 from hvdtrain.errors import UsageError
 
 _told: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
@@ -22,6 +23,12 @@ def run_guarded(model: keras.Model, train_step: Callable[[Any], Any], data: Any)
         UsageError: several ranks have the same model, and the step reduces nothing over them.
     """
     result = train_step(data)
+    if has_tables(model):
+        raise UsageError(
+            "a model with sharded tables must be trained by all ranks together: its optimizer must be distributed. "
+            f"Received: {model.name!r} with {getattr(model.optimizer, 'name', None)}. Pass "
+            "hvdtrain.DistributedOptimizer(optimizer) to model.compile."
+        )
     if tf.executing_eagerly() or runtime.collectives().size == 1 or is_averaged(model) or _communicates():
         return result
     name = getattr(model.optimizer, "name", None)

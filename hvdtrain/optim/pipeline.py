@@ -73,7 +73,7 @@ class GradientPipeline:
     """Reduces the gradients over ranks."""
     check: Check = dataclasses.field(default_factory=NoCheck)
     """Measures the reduced gradients, and decides whether the step is made."""
-    clip: Callable[[list[Gradient]], list[Gradient]]
+    clip: Callable[[list[Gradient], Variables], list[Gradient]]
     """Keras' clipping."""
     decay: Callable[[Variables], None]
     """Keras' weight decay."""
@@ -202,7 +202,7 @@ def reduce_check_and_clip(
     reduced = pipeline.reduce(applied.variables, gradients)
     checked = pipeline.check(reduced, applied.variables)
     applied.checked = [values_of(each) for each in checked[:1]]
-    return pipeline.clip(checked)
+    return pipeline.clip(checked, applied.variables)
 
 
 def unless_skipped(pipeline: GradientPipeline, action: Callable[[], None]) -> None:

@@ -5,7 +5,9 @@ from typing import Any
 
 import keras
 
+from hvdtrain.config import exclusions
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.shards import has_tables
 from hvdtrain.errors import UsageError
 
 TRAIN_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -57,6 +59,16 @@ def require_usable(callbacks: Sequence[keras.callbacks.Callback], resume_with: s
                 "callbacks must not restore a run. Received: BackupAndRestore, which would restore rank 0 only. "
                 f"Leave it out: {resume_with}."
             )
+
+
+def require_savable(model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+    """Refuses Keras' callbacks that save the model on rank 0 if its tables are sharded over ranks.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if has_tables(model) and any(map(saves_weights, callbacks)):
+        exclusions.require_compatible(exclusions.facts_from(exclusions.SHARDED_TABLE, exclusions.SAVED_BY_KERAS))
 
 
 def require_own_places(callbacks: Sequence[keras.callbacks.Callback], collectives: Collectives) -> None:

@@ -23,17 +23,26 @@ _ELEMENTWISE = (
 _ACCUMULATOR = "gradient_accumulator"
 
 
+def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer is known to update each element of a variable independently."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def names_of_elementwise() -> str:
+    """The optimizers that do, for messages."""
+    return ", ".join(each.__name__ for each in _ELEMENTWISE)
+
+
 def require_elementwise(optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer whose state cannot be divided.
 
     Raises:
         UsageError: it is not known to update each element of a variable independently, or it has state already.
     """
-    if type(optimizer) not in _ELEMENTWISE:
-        names = ", ".join(each.__name__ for each in _ELEMENTWISE)
+    if not is_elementwise(optimizer):
         raise UsageError(
-            f"a sharded optimizer must update each element of a variable by itself: {names}. Received: "
-            f"{type(optimizer).__name__}, which may need whole variables. Use one of these, or leave "
+            f"a sharded optimizer must update each element of a variable by itself: {names_of_elementwise()}. "
+            f"Received: {type(optimizer).__name__}, which may need whole variables. Use one of these, or leave "
             f"{option('shard_optimizer', True)} out."
         )
     if optimizer.built:
@@ -109,7 +118,7 @@ class ShardedUpdates:
     def use_weight_decay(self, variable: Any) -> bool:
         return self._keras_use_weight_decay(self._whole(variable))
 
-    def clip(self, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    def clip(self, gradients: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         """Clips parts of gradients as Keras clips whole ones."""
         limit = self._optimizer.clipnorm or self._optimizer.global_clipnorm
         if not limit:

@@ -18,10 +18,17 @@ from hvdtrain.distributed.gradient_reduction import (
     divided,
     reduced_but_local,
     unreduced,
+    values_of,
+    with_parts,
     with_shapes_of,
+    with_unique_rows,
+    with_values,
     without_left_out_samples,
 )
+from hvdtrain.distributed.row_shards import RowShard
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
+from hvdtrain.distributed.shards import row_shard_of
+from hvdtrain.distributed.step_sums import StepSums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,8 @@ class StepReduction:
     compression: Compression | None = None
     local_variables: Callable[[], Sequence[keras.Variable]] = list
     """Returns the variables whose gradients are not reduced: each rank trains its own."""
+    sums: StepSums
+    """Adds up what each rank computes from its rows of sharded tables."""
     step_weight: Callable[[], tf.Tensor] | None = None
     """This rank's mean weight over the micro-batches of the step, less than 1 if samples were left out; None: 1."""
     is_done: bool = False
@@ -42,17 +51,46 @@ class StepReduction:
 
     def __call__(self, variables: Sequence[keras.Variable], gradients: Sequence[Gradient]) -> ReducedGradients:
         gradients = with_shapes_of(variables, gradients)
+        shards = {i: shard for i, each in enumerate(variables) if (shard := row_shard_of(each)) is not None}
+        if not shards:
+            return self._reduced(variables, gradients)[0]
+        shared = [i for i in range(len(variables)) if i not in shards]
+        reduced, weight = self._reduced([variables[i] for i in shared], [gradients[i] for i in shared])
+        tables = {i: self._of_table(gradients[i], shard, weight) for i, shard in shards.items()}
+        return with_parts(reduced, tables, lambda tensors: self.sums(tensors, "norm"))
+
+    def _of_table(self, gradient: Gradient, shard: RowShard, weight: tf.Tensor | None) -> Gradient:
+        """The gradient of this rank's rows, which is a sum over ranks, as a mean over their samples.
+
+        Args:
+            weight: the mean weight of the samples of all ranks; None: 1.
+        """
+        if self.is_done:
+            return gradient
+        gradient = with_unique_rows(gradient)
+        # One process that is compared with these ranks is simulated by each of them.
+        values = values_of(gradient) * tf.constant(self.share * self.collectives.size / shard.num_ranks, gradient.dtype)
+        if weight is not None:
+            values *= tf.cast(tf.math.divide_no_nan(1.0, weight), gradient.dtype)
+        return with_values(gradient, values)
+
+    def _reduced(
+        self, variables: Sequence[keras.Variable], gradients: Sequence[Gradient]
+    ) -> tuple[ReducedGradients, tf.Tensor | None]:
+        """Reduces gradients; returns with them the mean weight of the samples of all ranks, None if it is 1."""
         is_local = self.are_local(variables)
         if any(is_local):
-            return reduced_but_local(self.reducer, gradients, is_local, self.share)
+            return reduced_but_local(self.reducer, gradients, is_local, self.share), None
         if self.step_weight is None:
-            return self.reducer(gradients)
+            return self.reducer(gradients) if gradients else unreduced([]), None
         weight = self.step_weight()
         if self.sharded is None:
-            return without_left_out_samples(self.reducer([*gradients, weight]))
+            reduced = self.reducer([*gradients, weight])
+            return without_left_out_samples(reduced), tf.convert_to_tensor(reduced.gradients[-1])
         # Every rank divides its parts by the weight of all ranks.
         (total,) = self.sharded.sum_over_ranks([weight], "weight")
-        return divided(self.reducer(gradients), total * tf.cast(self.share, total.dtype))
+        mean = total * tf.cast(self.share, total.dtype)
+        return divided(self.reducer(gradients), mean), mean
 
     @property
     def sharded(self) -> ShardedReduction | None:
@@ -79,7 +117,7 @@ class StepReduction:
         if self.sharded is not None:
             raise AssertionError("each rank has a part of the state")
         reducer = make_reducer(collectives, self.config, self.compression, memory=self.memory)
-        return dataclasses.replace(self, collectives=collectives, reducer=reducer)
+        return dataclasses.replace(self, collectives=collectives, reducer=reducer, sums=StepSums(collectives))
 
 
 def already_reduced(reduction: StepReduction) -> StepReduction:

@@ -19,6 +19,7 @@ from hvdtrain.config import exclusions
 from hvdtrain.config.exclusions import Option
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, is_sparse
 from hvdtrain.distributed.optimizers import optimizers_of
+from hvdtrain.distributed.shards import has_tables
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.global_loss import UncompilableLossError
 from hvdtrain.optim.method_replacement import replace_method
@@ -67,6 +68,10 @@ def reduced_if_used(
     if excluded_by:
         refusal = exclusions.refusal_of({each: str(each) for each in (excluded_by[0], exclusions.USED_GRADIENTS)})
         raise UncompilableLossError(refusal) if excluded_by[0] == exclusions.JIT_COMPILE else UsageError(refusal)
+    if has_tables(model):
+        raise UsageError(
+            exclusions.refusal_of(exclusions.facts_from(exclusions.SHARDED_TABLE, exclusions.USED_GRADIENTS))
+        )
     if model not in _reducers:
         _reducers[model] = _TapeReducer()
     with _reducers[model].active(pipelines):

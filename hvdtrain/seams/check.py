@@ -50,7 +50,10 @@ def require_known_keras() -> None:
         model.train_step((keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)))
     with_momentums = keras.optimizers.RMSprop(momentum=0.9)
     with_momentums.build(model.trainable_variables)
+    embedding = keras.layers.Embedding(2, 1)
+    embedding.build()
     owners = {
+        "Embedding": embedding,
         "Layer": normalization,
         "BatchNormalization": normalization,
         "Model": model,

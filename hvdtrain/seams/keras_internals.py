@@ -5,6 +5,7 @@ from hvdtrain.seams.seam import ImportedSeam, Seam
 # Layers.
 FLATTEN_LAYERS = Seam("Layer", "_flatten_layers", "lists the layers of a model and of its parts")
 NON_TRAINABLE_VARIABLES = Seam("Layer", "_non_trainable_variables", "holds what an interrupted step may have changed")
+EMBEDDINGS = Seam("Embedding", "_embeddings", "is this rank's shard of a table")
 MOMENTS = Seam("BatchNormalization", "_moments", "computes mean and variance over all ranks", is_called=True)
 REDUCTION_AXES = Seam("BatchNormalization", "_reduction_axes", "names the axes of mean and variance")
 MASK = ImportedSeam("keras.src.backend.common.masking", "get_keras_mask", "returns the mask by which a loss is divided")

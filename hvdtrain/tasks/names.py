@@ -17,6 +17,7 @@ BUILT_IN = {
     "text": "hvdtrain.tasks.text:TASK",
     "synthetic-resnet50": "hvdtrain.tasks.synthetic:RESNET50",
     "synthetic-transformer": "hvdtrain.tasks.synthetic:TRANSFORMER",
+    "synthetic-dlrm": "hvdtrain.tasks.dlrm:TASK",
 }
 """Maps each built-in task to module:attribute."""
 

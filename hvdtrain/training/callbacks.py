@@ -12,6 +12,7 @@ from hvdtrain.optim.rank_policy import (
     TEST_BATCH_HOOKS,
     only_writes,
     overrides,
+    require_savable,
     require_usable,
     saves_weights,
     uses_train_batches,
@@ -67,6 +68,7 @@ class RankCallbacks:
     ):
         require_usable(callbacks, "the trainer resumes from a checkpointer")
         require_whole_ema(model, callbacks)
+        require_savable(model, callbacks)
         self._callbacks = list(callbacks)
         self._state = CallbackState(self._callbacks)
         self._model = model

@@ -10,11 +10,13 @@ import tensorflow as tf
 
 from hvdtrain.data.feeds import EvaluationFeed
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.row_lookup import unknown_id_error
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.optim.ema import ema_weights
 from hvdtrain.training.callbacks import EvaluationCallbacks
 from hvdtrain.training.eval_step import EvalStep
+from hvdtrain.training.idle_lookups import IdleLookups
 from hvdtrain.training.metric_state import require_sums
 from hvdtrain.training.metrics import results_if_complete
 
@@ -44,6 +46,7 @@ class Evaluator:
     ):
         self._model = model
         self._step = step or EvalStep(model)
+        self._lookups = IdleLookups(model, model.test_step, collectives)
         self._feed = feed
         self._collectives = collectives
         self._uses_ema = uses_ema
@@ -71,7 +74,9 @@ class Evaluator:
         self._model.reset_metrics()
         require_sums(self._model)
         evaluate = partial(self._evaluate_share, callbacks, step)
-        is_complete = on_every_rank(evaluate, self._collectives) if self._ends_together else evaluate()
+        # A rank that raises no longer answers the lookups of others, which would wait in them.
+        together = self._ends_together and not self._lookups.are_needed
+        is_complete = on_every_rank(evaluate, self._collectives) if together else evaluate()
         # Also on a rank that has cut its share short: the others wait for it here.
         results = results_if_complete(
             self._model, self._collectives, is_complete=is_complete, returned=self._step.returned
@@ -83,16 +88,20 @@ class Evaluator:
     def _evaluate_share(self, callbacks: EvaluationCallbacks, step: int) -> bool:
         """Returns whether the whole share was evaluated."""
         self._feed.restart()
+        self._lookups.begin(self._feed.num_batches if self._lookups.are_needed else 0)
         batch = 0
-        while not self._job_watch.stop_requested:
+        while not self._job_watch.stop_requested or self._lookups.are_needed:
             self._job_watch.heartbeat("evaluation", step)
             try:
                 if callbacks.use_test_batches:
                     callbacks.test_batch_begins(batch)
                 self._step.run(self._feed.iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
+                self._lookups.end(batch, self._feed.iterator.element_spec)
                 return True
             except tf.errors.OpError as error:
+                if (refusal := unknown_id_error(error)) is not None:
+                    raise refusal from None
                 self._feed.resume_after(error)
                 continue
             self._feed.batch_done()

@@ -38,7 +38,7 @@ class HostCheck:
 
     def __call__(self, reduced: ReducedGradients, variables: Sequence[keras.Variable]) -> list[Gradient]:
         record = self._record
-        (half,) = reduced.sum_over_ranks([tf.add_n([_half_squared_norm(each) for each in reduced.buckets])])
+        half = reduced.total([_half_squared_norm(each) for each in reduced.buckets])
         self._times.record_reduction(reduced.sent, after=half)
         record.record_norm(self._optimizer, half)
         step = self._times.current_step()

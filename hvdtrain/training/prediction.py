@@ -10,12 +10,14 @@ import numpy as np
 
 from hvdtrain.checkpoint.transfer import ArrayWriter, specs_of, to_first_rank
 from hvdtrain.data import Source, evaluation_dataset
+from hvdtrain.data.sample_plan import shard_batches
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import shared_statistics
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.training.evaluation import shared_source
+from hvdtrain.training.idle_lookups import IdleLookups
 from hvdtrain.training.predicted_share import PredictedShare
 from hvdtrain.training.prediction_files import Write, open_prediction_file, require_format
 
@@ -111,14 +113,23 @@ def _predict(
     ranks: Collectives,
     on_batch: Callable[[], None] = lambda: None,
 ) -> None:
+    lookups = IdleLookups(model, model.predict_step, ranks)
+
     def predict_share() -> None:
         model.make_predict_function()
-        for batch in evaluation_dataset(source, batch_size, ranks.rank, ranks.size):
+        batches, num_made = evaluation_dataset(source, batch_size, ranks.rank, ranks.size), 0
+        lookups.begin(len(shard_batches(source.num_samples, batch_size, ranks.rank, ranks.size)))
+        for batch in batches:
             on_batch()
             share.add(batch)
+            num_made += 1
+        lookups.end(num_made, batches.element_spec)
 
     with shared_statistics(model, ranks):
-        on_every_rank(predict_share, ranks)
+        if lookups.are_needed:
+            predict_share()  # A rank that raises no longer answers the lookups of others, which would wait in them.
+        else:
+            on_every_rank(predict_share, ranks)
 
 
 def _to_first_rank(share: PredictedShare, write: Write, ranks: Collectives) -> None:

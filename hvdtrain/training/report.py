@@ -157,7 +157,7 @@ class TrainingReport:
             **strategy.summary(),
             **self._balancer.summary(),
             "resumed_from": resumed_from,
-            "weights_sha256": replica_consistency.weights_sha256(self._model),
+            "weights_sha256": replica_consistency.weights_sha256(self._model, self._collectives),
         }
 
     def _speed(self, clock: Clock) -> dict[str, Any]:

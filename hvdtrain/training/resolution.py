@@ -14,6 +14,7 @@ from hvdtrain.data import Source, Stream
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of, optimizers_of, require_keras_model
 from hvdtrain.errors import UsageError
+from hvdtrain.layers import ShardedEmbedding
 from hvdtrain.optim.pipeline import require_pipeline
 from hvdtrain.seams import keras_internals
 from hvdtrain.system import devices
@@ -73,11 +74,12 @@ def resolve(
 
 def _conditions(model: keras.Model, source: Source, config: StepConfig, collectives: Collectives) -> dict[Fact, str]:
     """The conditions of a run, besides its options."""
-    layers = keras_internals.FLATTEN_LAYERS.of(model)(include_self=False)
+    layers = list(keras_internals.FLATTEN_LAYERS.of(model)(include_self=False))
     synchronizes = any(isinstance(each, keras.layers.BatchNormalization) and each.synchronized for each in layers)
     found = exclusions.facts_from(
         *collectives.conditions,
         *([exclusions.STREAM] if isinstance(source, Stream) else []),
+        *([exclusions.SHARDED_TABLE] if any(isinstance(each, ShardedEmbedding) for each in layers) else []),
         *([exclusions.EAGER_MODEL] if model.run_eagerly else []),
         *([exclusions.SEVERAL_OPTIMIZERS] if len(leaves_of(model)) > 1 else []),
         *([exclusions.SYNCHRONIZED_LAYERS] if synchronizes and not config.sync_batchnorm else []),

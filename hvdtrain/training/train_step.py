@@ -15,6 +15,8 @@ from hvdtrain.data.feeds import TrainingFeed
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import values_of, with_values
 from hvdtrain.distributed.optimizers import optimizers_of
+from hvdtrain.distributed.row_lookup import unknown_id_error
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import NonFiniteError, UsageError
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.distributed_optimizer import compression_memories
@@ -106,7 +108,9 @@ class TrainStep:
         # their values at the start of the step.
         self._statistics: list[tuple[keras.Variable, tf.Variable]] = []
         if self._skips:
-            variables = [v for v in model.non_trainable_weights if keras.backend.is_float_dtype(v.dtype)]
+            variables = [
+                v for v in whole_variables(model.non_trainable_weights) if keras.backend.is_float_dtype(v.dtype)
+            ]
             self._statistics = [(each, tf.Variable(each.value, trainable=False)) for each in variables]
         self._step_weight = tf.Variable(0.0, trainable=False)
         """This rank's mean weight in the micro-batches of the current step so far."""
@@ -261,7 +265,7 @@ class TrainStep:
         try:
             yield
         except tf.errors.OpError as error:
-            if (refusal := loss_error(error)) is not None:
+            if (refusal := loss_error(error) or unknown_id_error(error)) is not None:
                 raise refusal from None
             if self._jit_compile and is_uncompilable(error):
                 cause = next(line for line in str(error).splitlines() if "XLA" in line)

@@ -428,3 +428,27 @@ def test_an_exception_in_one_rank(launcher, tmp_path):
     line = done.only_message
     assert re.search(r"rank 1 \(host .*\) failed at step 47: ValueError: the step is cursed", line), line
     assert tracebacks(done, launcher) == 1, done.output
+
+
+TABLES = ["--task", "synthetic-dlrm", "--batch-size", "64"]
+
+
+@pytest.mark.long
+def test_a_rank_with_rows_of_a_table_is_killed(tmp_path):
+    """In training, and while its rows are saved: the job ends, and resumes from the last complete checkpoint."""
+    options, run_dir, whole_dir = [*OPTIONS, *TABLES], tmp_path / "run", tmp_path / "whole"
+    job, mark = start(run_dir, "SIGKILL", step=47, options=options)
+    done = ended_in_time(job, mark)
+    assert re.search(r"lost connection to rank 1 \(host .*\) at step 4\d", done.only_message), done.output
+    assert steps_of_checkpoints(run_dir) == [20, 40]
+    mark.unlink()
+    pattern = str(run_dir / "checkpoints" / "*step-00000060*")
+    job, mark = start(run_dir, "SIGKILL", step=60, options=options, checkpoint=pattern)
+    ended_in_time(job, mark)
+    assert steps_of_checkpoints(run_dir) in ([20, 40], [20, 40, 60])
+    for folder in (run_dir, whole_dir):
+        job = run_job([*TRAIN, *options, "--run-dir", str(folder)], ranks=2, timeout_s=90)
+        assert job.code == 0, job.output
+    found, expected = (json.loads((folder / "summary.json").read_text()) for folder in (run_dir, whole_dir))
+    assert found["resumed_from"] in (40, 60)
+    assert found["weights_sha256"] == expected["weights_sha256"]

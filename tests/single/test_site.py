@@ -62,7 +62,7 @@ def test_every_public_name_has_an_entry(site):
     for pages in ([site / "reference" / "api.html"], (site / "reference" / "api").iterdir()):
         ids = set().union(*(Anchors(page).ids for page in pages))
         assert names <= ids, names - ids
-    modules = {"callbacks", "data", "elastic", "errors"}
+    modules = {"callbacks", "data", "elastic", "errors", "layers"}
     assert {"hvdtrain.callbacks.distributed", "hvdtrain.data.Arrays", "hvdtrain.errors.JobError"} <= names
     assert {f"hvdtrain.{name}" for name in hvdtrain.__all__} - {f"hvdtrain.{name}" for name in modules} <= names
 

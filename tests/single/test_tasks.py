@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Arrays, Data
 from hvdtrain.errors import DataError, UsageError
-from hvdtrain.tasks import cifar10, mnist, sample_data, tables, tabular, text
+from hvdtrain.tasks import cifar10, dlrm, mnist, sample_data, tables, tabular, text
 from hvdtrain.tasks.handwritten_digits import load_digits
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.names import BUILT_IN, short_name
@@ -330,6 +330,34 @@ def test_synthetic(name):
     assert 5e6 < model.count_params() < 3e7
     x, y = samples(data.training, 2)
     assert np.isfinite(float(keras.losses.get(task.make_loss())(y, model(x))))
+
+
+def test_dlrm_reads_click_logs(tmp_path):
+    line = b"\t".join([b"1", b"3", b"-2", b"", *[b"0"] * 10, b"", b"0000000a", b"ffffffff", *[b"1"] * 23]) + b"\n"
+    (tmp_path / "train.tsv").write_bytes(line + line.replace(b"1\t3", b"0\t5", 1))
+    (tmp_path / "test.tsv").write_bytes(line)
+    data = dlrm.read_data(tmp_path)
+    x, y = samples(data.training)
+    assert np.array_equal(y, [[1], [0]])
+    assert np.allclose(x["numbers"][:, :3], np.log1p([[3, 0, 0], [5, 0, 0]]))
+    rows = dlrm.ROWS_PER_CATEGORY - 1
+    assert np.array_equal(x["categories"][0], [0, 1 + 10, 1 + 0xFFFFFFFF % rows, *[2] * 23])
+    for bad in (line[2:], line.replace(b"0000000a", b"no"), b"2" + line[1:]):
+        (tmp_path / "test.tsv").write_bytes(line + bad)
+        with pytest.raises(DataError, match=r"test.tsv, line 2"):
+            dlrm.read_data(tmp_path)
+
+
+def test_dlrm_learns_from_its_sample_data(tmp_path):
+    sample_data.write("synthetic-dlrm", tmp_path)
+    task = load_task("synthetic-dlrm")
+    data = task.read_data(tmp_path)
+    model = task.make_model(data)
+    task.compile(model, keras.optimizers.Adagrad(0.05))
+    x, y = samples(data.training)
+    model.fit(x, y, batch_size=256, epochs=2, verbose=0)
+    test = samples(data.evaluation)
+    assert model.evaluate(*test, verbose=0, return_dict=True)["accuracy"] > 0.6
 
 
 def test_every_built_in_task_loads():

@@ -8,11 +8,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.distributed.bounded_messages import num_bytes
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import differing, require_equal_variables, share
-from hvdtrain.distributed.shards import whole_variables
+from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.draws import Draws
@@ -36,6 +37,8 @@ _RETURNED = (
 # By how many units in the last place weights are changed: a single activation of a ReLU that changes its side may be
 # all that differs, and only some changes show one.
 _PERTURBATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+# What a step writes is copied several times.
+_MAX_TABLE_BYTES = 256 << 20
 # The rounding of a few steps does not show the largest that may occur.
 _SAFETY = 4
 
@@ -96,6 +99,9 @@ class StepCheck:
         """
         self._require_equal_replicas()
         require_sums_from_the_start(self._model)
+        if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
+            size = f"{table_bytes / 1e9:,.1f} GB"
+            return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
         if recurrent_states(self._model):
             return Finding({}, unchecked="its layers keep states of the samples of each rank's last batch")
         samples = gather_samples(batch, self._collectives)
@@ -124,8 +130,12 @@ class StepCheck:
                 return Finding({}, unchecked="it makes no update")
             return self._compare(samples, draws, whole)
 
+    def _table_bytes(self) -> int:
+        variables = [*self._model.weights, *optimizer_variables(self._model)]
+        return sum(num_bytes(v.value) for v in variables if row_shard_of(v) is not None)
+
     def _require_equal_replicas(self) -> None:
-        variables = [*self._model.trainable_weights, *whole_variables(optimizer_variables(self._model))]
+        variables = whole_variables([*self._model.trainable_weights, *optimizer_variables(self._model)])
         require_equal_variables(
             variables,
             self._collectives,
@@ -134,7 +144,7 @@ class StepCheck:
             "reduced, or by an optimizer that is not wrapped in hvdtrain.DistributedOptimizer.",
         )
         require_equal_variables(
-            frozen_weights(self._model),
+            whole_variables(frozen_weights(self._model)),
             self._collectives,
             when="After a step, frozen",
             cause="No gradient makes it equal. Load or freeze weights before hvdtrain.broadcast(model) is called.",
@@ -147,7 +157,8 @@ class StepCheck:
         deviations = comparison.deviations(outcome)
         suspects = [each for each in deviations if not each.size <= each.rounding]
         found, problem = None, None
-        if suspects:
+        # Of sharded tables, ranks compare different rows.
+        if any(self._collectives.allgather(bool(suspects))):
             found, problem = self._without_rounding(samples, draws, comparison, suspects)
         everyone = self._collectives.allgather((found, problem))
         compared = {kind: sum(each.kind == kind for each in deviations) for kind in _KINDS}
@@ -167,13 +178,13 @@ class StepCheck:
     ) -> tuple[Deviation | None, str | None]:
         """The first deviation that rounding does not explain, or why there is none to be found."""
         rounding: dict[tuple[str, str], float] = {}
-        remaining = suspects
+        remaining, problem = suspects, None
         for units in (0, *_PERTURBATIONS):
             comparison.begin()
             again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, perturb=float(units))
             for each in comparison.deviations(again):
                 if units == 0 and not each.size <= each.rounding and not np.isnan(each.size):
-                    return None, f"two equal steps of one process differ, in {_text(each)}"
+                    problem = problem or f"two equal steps of one process differ, in {_text(each)}"
                 key = each.kind, each.name
                 rounding[key] = max(rounding.get(key, 0.0), each.size)
             remaining = [
@@ -183,9 +194,10 @@ class StepCheck:
                 if not np.isnan(each.size) and np.isfinite(each.scale)
                 if each.size > each.rounding + _SAFETY * rounding.get((each.kind, each.name), 0.0)
             ]
-            if not remaining:
-                return None, None
-        return remaining[0], None
+            everyone = self._collectives.allgather((problem, bool(remaining)))
+            if any(each is not None for each, _ in everyone) or not any(remains for _, remains in everyone):
+                return None, problem
+        return (remaining[0] if remaining else None), None
 
     def _explain(self, samples: Samples, draws: Draws, comparison: Comparison, found: Deviation) -> str:
         place = None
@@ -203,7 +215,7 @@ class StepCheck:
     @contextlib.contextmanager
     def _equal_statistics(self) -> Iterator[None]:
         """In the block, all ranks have the same statistics, as one process has."""
-        statistics = self._model.non_trainable_weights
+        statistics = whole_variables(self._model.non_trainable_weights)
         split = differing(statistics, self._collectives)
         written = WrittenVariables()
         try:

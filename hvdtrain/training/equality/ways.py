@@ -16,6 +16,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.replica_consistency import differing
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.method_replacement import replace_method
@@ -78,7 +79,7 @@ class CheckedStep:
 
         def reduction(leaf: Any, own: StepReduction) -> StepReduction:
             config = _exact(own.config)
-            return StepReduction(config=config, collectives=one, reducer=one.gradient_reducer(config))
+            return StepReduction(config=config, collectives=one, reducer=one.gradient_reducer(config), sums=own.sums)
 
         with alone():
             return self._make(batch, draw, choose, one, reduction, perturb)
@@ -97,7 +98,13 @@ class CheckedStep:
             if id(leaf) not in self._reducers:
                 self._reducers[id(leaf)] = ranks.gradient_reducer(config)
             reducer = self._reducers[id(leaf)]
-            return StepReduction(config=config, collectives=ranks, reducer=reducer, local_variables=own.local_variables)
+            return StepReduction(
+                config=config,
+                collectives=ranks,
+                reducer=reducer,
+                local_variables=own.local_variables,
+                sums=own.sums,
+            )
 
         return self._make(batch, draw, choose, ranks, reduction, 0.0)
 
@@ -152,7 +159,7 @@ class CheckedStep:
                 clip = getattr(keras.optimizers.Optimizer, keras_internals.CLIP.name)
                 return dataclasses.replace(
                     replaced,
-                    clip=lambda gradients: clip(leaf, gradients),
+                    clip=lambda gradients, variables: clip(leaf, gradients),
                     decay=lambda variables: None,
                     average=lambda variables: None,
                 )
@@ -204,7 +211,7 @@ class CheckedStep:
 
     def _changes(self, written: WrittenVariables, ranks: Collectives) -> dict[str, Change]:
         found = {id(each.variable): each for each in written.found}
-        statistics = [v for v in self._model.non_trainable_weights if id(v.value) in found]
+        statistics = [v for v in whole_variables(self._model.non_trainable_weights) if id(v.value) in found]
         replicated = [*self._model.trainable_weights, *optimizer_variables(self._model)]
         changes = {
             f"{i} {v.path}": Change(_host(found[id(v.value)].before), _host(v.value))

@@ -1,0 +1,6 @@
+"""Layers whose weights are divided among the ranks."""
+
+from hvdtrain.layers.sharded_embedding import ShardedEmbedding
+from hvdtrain.layers.whole_tables import whole_tables
+
+__all__ = ["ShardedEmbedding", "whole_tables"]
