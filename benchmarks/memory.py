@@ -4,7 +4,7 @@
 
 Each case is a separate job on two ranks. Prints the peak resident memory of the largest rank, minus that of a process
 after its imports, in multiples of the model size. Plain Keras holds the model, with Adam two slots per variable, and
-the gradients that are not yet applied.
+the gradients that are not yet applied. The first step is compared with that of one process only with --on-unequal stop.
 """
 
 import argparse
@@ -26,10 +26,11 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def train(case: str, optimizer: str, folder: Path) -> None:
+def train(case: str, optimizer: str, on_unequal: str, folder: Path) -> None:
     """Runs on each rank; prints the size of the model and the peaks as JSON."""
     if case != "plain Keras":
         import hvdtrain
+        from hvdtrain.training.config import GuardConfig
 
         hvdtrain.init(seed=0)
     import keras
@@ -59,6 +60,7 @@ def train(case: str, optimizer: str, folder: Path) -> None:
             mode="local" if case in local_sgd else "sync",
             local_sgd=local_sgd.get(case, hvdtrain.LocalSGDConfig()),
             steps=STEPS,
+            guards=GuardConfig(on_unequal=on_unequal),
             checkpoint=hvdtrain.CheckpointConfig(checkpoint_every=3),
         )
         checkpointer = hvdtrain.Checkpointer(folder, model) if case == "sync, checkpoints" else None
@@ -67,10 +69,10 @@ def train(case: str, optimizer: str, folder: Path) -> None:
     print("PEAK " + json.dumps({"model": size, "before": before, "peak": peak_bytes()}), flush=True)
 
 
-def multiples(case: str, optimizer: str) -> float:
+def multiples(case: str, optimizer: str, on_unequal: str) -> float:
     """The peak of the largest rank over the size of the model."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--case", case, optimizer, folder]
+        command = [sys.executable, __file__, "--case", case, optimizer, on_unequal, folder]
         line = command if case == "plain Keras" else [*MPIRUN, *command]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
     found = [json.loads(line.split("PEAK ")[1]) for line in done.stdout.splitlines() if "PEAK " in line]
@@ -82,19 +84,20 @@ def multiples(case: str, optimizer: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--case", nargs=3, metavar=("CASE", "OPTIMIZER", "DIR"), help=argparse.SUPPRESS)
+    parser.add_argument("--case", nargs=4, metavar=("CASE", "OPTIMIZER", "CHECK", "DIR"), help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
     parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS), choices=OPTIMIZERS)
+    parser.add_argument("--on-unequal", default="ignore", choices=["ignore", "stop"], help="stop: checks the step")
     arguments = parser.parse_args()
     if arguments.case:
-        case, optimizer, folder = arguments.case
-        train(case, optimizer, Path(folder))
+        case, optimizer, on_unequal, folder = arguments.case
+        train(case, optimizer, on_unequal, Path(folder))
         return
     for optimizer in arguments.optimizers:
         found: dict[str, list[float]] = {case: [] for case in arguments.cases}
         for _ in range(arguments.repeats):
             for case in arguments.cases:
-                found[case].append(multiples(case, optimizer))
+                found[case].append(multiples(case, optimizer, arguments.on_unequal))
         for case, values in found.items():
             spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} repetitions"
             print(f"{optimizer}, {case}: {statistics.median(values):.2f}x the model size ({spread})", flush=True)

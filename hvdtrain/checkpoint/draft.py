@@ -1,5 +1,6 @@
 """Writes a checkpoint: to a temporary folder, synced to disk, read back and renamed."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,11 +44,12 @@ class Draft:
         with removed_on_failure(self._folder):
             self._ranks.write(rank, piece)
 
-    def commit(self, tensors: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    def commit(self, tensors: dict[str, Any], manifest: Mapping[str, Any]) -> None:
         """Makes it the latest checkpoint: one of the same step is replaced, later ones are set aside.
 
         Args:
-            tensors: TensorFlow or NumPy tensors by name.
+            tensors: TensorFlow or NumPy tensors by name. Each is removed when it has been read back, so that its memory
+                is free.
             manifest: all other state, as JSON values.
 
         Raises:
@@ -58,16 +60,14 @@ class Draft:
             digests = self._ranks.close()
             if self._target.exists() and storage.damage(self._target) is not None:
                 storage.set_aside(self._target)
-            if self._target.exists() and _holds(self._target, tensors, text, digests):
+            if self._target.exists() and _holds(self._target, dict(tensors), text, digests):
                 remove(self._folder)
             else:
                 self._write(tensors, text, digests)
         storage.set_aside_later(self._target.parent, self._step)
 
-    def _write(self, tensors: Mapping[str, Any], manifest: str, digests: Sequence[str]) -> None:
-        names, prefix = list(tensors), str(self._folder / TENSORS)
-        values = [tf.convert_to_tensor(value) for value in tensors.values()]
-        tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=values)
+    def _write(self, tensors: dict[str, Any], manifest: str, digests: Sequence[str]) -> None:
+        _save(tensors, str(self._folder / TENSORS))
         (self._folder / MANIFEST).write_text(manifest)
         files = sorted(path.name for path in self._folder.iterdir())
         (self._folder / SUMS).write_text(storage.sums(self._folder, files))
@@ -80,7 +80,12 @@ class Draft:
         commit(self._folder, self._target, verify)
 
 
-def _holds(folder: Path, tensors: Mapping[str, Any], manifest: str, digests: Sequence[str]) -> bool:
+def _save(tensors: Mapping[str, Any], prefix: str) -> None:
+    names, values = list(tensors), [tf.convert_to_tensor(value) for value in tensors.values()]
+    tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=values)
+
+
+def _holds(folder: Path, tensors: dict[str, Any], manifest: str, digests: Sequence[str]) -> bool:
     """Whether an intact checkpoint has exactly this content."""
     if (folder / MANIFEST).read_bytes() != manifest.encode():
         return False
@@ -91,14 +96,31 @@ def _holds(folder: Path, tensors: Mapping[str, Any], manifest: str, digests: Seq
     return True
 
 
-def _verify(folder: Path, tensors: Mapping[str, Any], digests: Sequence[str]) -> None:
-    """Raises OSError unless the tensors can be read back."""
+def _verify(folder: Path, tensors: dict[str, Any], digests: Sequence[str]) -> None:
+    """Removes the tensors that can be read back; raises OSError if one cannot.
+
+    Training holds new values meanwhile. The largest tensor is compared by its digest, and makes room in memory for the
+    others.
+    """
     found = Tensors(folder)
-    for name, value in tensors.items():
-        if not _are_equal(_bytes(found[name]), _bytes(value)):
-            raise OSError(f"the data read back differs from the data written: {name}")
+    if tensors:
+        largest = max(tensors, key=lambda name: _bytes(tensors[name]).nbytes)
+        digest = _digest(tensors.pop(largest))
+        _require_equal(largest, _digest(found[largest]) == digest)
+    while tensors:
+        name, value = tensors.popitem()
+        _require_equal(name, _are_equal(_bytes(found[name]), _bytes(value)))
     if RankFileReader(folder / RANKS, len(digests)).digests() != list(digests):
         raise OSError(f"the data read back differs from the data written: {RANKS}")
+
+
+def _require_equal(name: str, is_equal: bool) -> None:
+    if not is_equal:
+        raise OSError(f"the data read back differs from the data written: {name}")
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(_bytes(value).data).digest()
 
 
 def _are_equal(one: np.ndarray, other: np.ndarray) -> bool:

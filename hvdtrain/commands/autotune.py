@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -19,6 +19,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import StoppedEarly
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
+from hvdtrain.optim.learning_rate import hold_weights
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import sync_config
@@ -58,10 +59,15 @@ def tune(config: RunConfig, task: Task, data: Data, session: Session) -> RunConf
     # Between two averages, a rank's steps in local SGD are those of a single process.
     step_collectives = SingleProcessCollectives() if config.training.mode == "local" else collectives
 
+    def make_held_model(trial: RunConfig) -> keras.Model:
+        model = make_model(trial, task, data, step_collectives)
+        hold_weights(model)
+        return model
+
     def make(trial: RunConfig) -> StepRunner:
         runner = on_every_rank(
             lambda: StepRunner(
-                make_model(trial, task, data, step_collectives),
+                make_held_model(trial),
                 data.training,
                 sync_config(trial.training),
                 collectives=step_collectives,
@@ -146,4 +152,13 @@ def describe(trials: list[Trial], chosen: RunConfig) -> str:
     values = {"steps_per_execution": chosen.training.steps_per_execution, "groups": chosen.reduction.groups}
     names = dict.fromkeys(one.name for one in trials)
     taken = ", ".join(f"{flag_of(name)} {values[name] or 'default'}" for name in names)
-    return f"{taken} (time of a step with {'; '.join(each)})"
+    return f"{taken}: {_gain(trials, values)} (time of a step with {'; '.join(each)})"
+
+
+def _gain(trials: list[Trial], chosen: Mapping[str, int | None]) -> str:
+    """How much shorter steps are than with the settings that were tried first, which are the defaults."""
+    left = 1.0
+    for name in dict.fromkeys(one.name for one in trials):
+        own = [one for one in trials if one.name == name]
+        left *= next(one.step_ms for one in own if one.value == chosen[name]) / own[0].step_ms
+    return "no setting makes steps shorter" if left == 1 else f"steps {1 - left:.0%} shorter"

@@ -1,5 +1,6 @@
 """The learning rate over a run: scaled to the number of ranks, warmed up, decayed."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.seams import keras_internals
 
 
@@ -87,3 +89,40 @@ def follow_steps(optimizer: keras.optimizers.Optimizer, step: tf.Variable) -> Ca
     current.of(optimizer)
     vars(optimizer)[current.name] = lambda: schedule(step)
     return lambda: vars(optimizer).pop(current.name, None)
+
+
+def hold_weights(model: keras.Model) -> None:
+    """Makes the steps of a model compute what they did, but hardly change its weights; call it before the first.
+
+    For measurements: with its own learning rate, a model may diverge, and the steps that are measured would not be
+    made. The rate is not 0, by which some optimizers divide.
+    """
+    for leaf in leaves_of(model):
+        rate = keras_internals.LEARNING_RATE.of(leaf)
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            leaf.learning_rate = _Scaled(rate)
+        elif isinstance(rate, keras.Variable):
+            rate.assign(_HELD * rate)
+        else:
+            leaf.learning_rate = functools.partial(_scaled, rate)
+
+
+_HELD = 1e-12
+"""What :func:`hold_weights` multiplies learning rates by."""
+
+
+class _Scaled(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule whose learning rates are multiplied by ``_HELD``."""
+
+    def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule):
+        self._schedule = schedule
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        return _HELD * self._schedule(step)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"schedule": self._schedule}
+
+
+def _scaled(rate: Callable[[], Any]) -> Any:
+    return _HELD * rate()

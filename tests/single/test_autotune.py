@@ -67,16 +67,18 @@ def test_the_fastest_is_chosen(time_s):
     # The slower rank's time counts.
     assert [each.step_ms for each in trials] == pytest.approx([4.0, 3.0, 2.0, 2.0, 1.6])
     assert autotune.describe(trials, chosen) == (
-        "--steps-per-execution 16, --groups 1 (time of a step with --steps-per-execution 1: 4.000 ms; "
-        "--steps-per-execution 4: 3.000 ms; --steps-per-execution 16: 2.000 ms; --groups default: 2.000 ms; "
+        "--steps-per-execution 16, --groups 1: steps 60% shorter (time of a step with "
+        "--steps-per-execution 1: 4.000 ms; --steps-per-execution 4: 3.000 ms; --steps-per-execution 16: 2.000 ms; "
+        "--groups default: 2.000 ms; "
         "--groups 1: 1.600 ms)"
     )
 
 
 def test_defaults_are_kept_if_nothing_is_gained(time_s):
     speeds = dict.fromkeys(SPEEDS, 1.0) | {(16, None): 0.99, (1, 1): 0.99}
-    chosen, _, _ = tuned(config(), TwoRanks(), time_s, speeds)
+    chosen, trials, _ = tuned(config(), TwoRanks(), time_s, speeds)
     assert settings(chosen) == (1, None)
+    assert "--groups default: no setting makes steps shorter (" in autotune.describe(trials, chosen)
 
 
 @pytest.mark.parametrize(

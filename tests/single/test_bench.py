@@ -197,3 +197,34 @@ def test_bench_of_one_process(tmp_path):
     # Neighbours may change places on a busy machine.
     assert 0 < kernels[0] < kernels[2] <= 1
     assert 0 < kernels[1] < kernels[3] <= 1
+
+
+DIVERGING = """
+import keras
+import numpy as np
+
+import hvdtrain
+
+x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
+TASK = hvdtrain.Task(
+    model=lambda data: keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)]),
+    data=lambda folder: hvdtrain.data.Data(hvdtrain.data.Arrays(x, x[:, :1])),
+    loss=lambda: keras.losses.MeanSquaredError(),
+    optimizer="sgd",
+    defaults={"learning_rate": 1e6},
+)
+"""
+
+
+def test_a_model_that_would_diverge_is_measured(tmp_path):
+    task = tmp_path / "diverging.py"
+    task.write_text(DIVERGING)
+    measurement = ["--blocks", "4", "--block-seconds", "0.05", "--max-spread", "100", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain", "bench", "--task", str(task), *measurement],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "bench.json").read_text())["cases"][ALONE]["step_ms"] > 0

@@ -1,15 +1,21 @@
 """The parts of the check of a step that need no other rank."""
 
+import contextlib
+import tracemalloc
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain
 from hvdtrain.data import sharded_order
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
+from hvdtrain.training.equality.norms import norm
 from hvdtrain.training.equality.samples import Rows, gather_samples
 from hvdtrain.training.equality.updates import distance, norm_of
+from hvdtrain.training.equality.ways import CheckedStep
 from hvdtrain.training.equality.written_variables import WrittenVariables
 
 
@@ -133,3 +139,48 @@ def test_orders_of_arrays():
     sharded_order.note((x[::-1],))
     first, same, other = sharded_order.noted()[-3:]
     assert first == same != other
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 200_001])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_norms_of_arrays(size, dtype):
+    one, other = (np.random.default_rng(seed).normal(size=size).astype(dtype) for seed in range(2))
+    wide = [each.astype(np.float64) for each in (one, other)]
+    assert norm(one) == pytest.approx(np.linalg.norm(wide[0]), rel=1e-12)
+    assert norm(one, minus=other) == pytest.approx(np.linalg.norm(wide[0] - wide[1]), rel=1e-12)
+    assert np.isnan(norm(np.append(one, np.nan)))
+
+
+def test_a_norm_copies_no_array():
+    one, other = np.ones((2000, 1000), np.float32), np.zeros((2000, 1000), np.float32)
+    tracemalloc.start()
+    assert norm(one, minus=other) == pytest.approx(np.sqrt(2e6))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < one.nbytes / 2
+
+
+def test_the_values_after_a_step_are_not_copied():
+    """They are the memory of the variables, which get their former values back."""
+    hvdtrain.init()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2048)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    variable = model.trainable_variables[0]
+    before = variable.numpy()
+    addresses = []
+
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(batch) ** 2)
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        addresses.append(np.asarray(tf.identity(variable.value)).__array_interface__["data"][0])
+
+    checked = CheckedStep(step, model, SingleProcessCollectives())
+    outcome = checked.of_one_process(
+        np.ones((4, 2), np.float32), lambda written: contextlib.nullcontext(), lambda leaf, update: update.gradients
+    )
+    change = next(each for name, each in outcome.changes.items() if name.endswith("kernel"))
+    assert change.after.__array_interface__["data"][0] == addresses[0]
+    assert not np.array_equal(change.after, before)
+    np.testing.assert_array_equal(change.before, before)
+    np.testing.assert_array_equal(variable.numpy(), before)

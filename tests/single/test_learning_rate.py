@@ -2,9 +2,11 @@
 
 import math
 
+import keras
+import numpy as np
 import pytest
 
-from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
+from hvdtrain.optim.learning_rate import WarmUpThenDecay, hold_weights, scaled_learning_rate
 
 
 def rates(steps, *, micro_batches=1, **options) -> list[float]:
@@ -39,3 +41,21 @@ def test_the_schedule_can_be_saved_and_loaded():
     schedule = WarmUpThenDecay(1.0, **options, micro_batches_per_step=1)
     copy = WarmUpThenDecay.from_config(schedule.get_config())
     assert [float(copy(step)) for step in range(9)] == [float(schedule(step)) for step in range(9)]
+
+
+@pytest.mark.parametrize(
+    "rate",
+    [1e3, keras.optimizers.schedules.ExponentialDecay(1e3, 10, 0.5), lambda: 1e3],
+    ids=["number", "schedule", "callable"],
+)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Ftrl"])
+def test_held_weights_stay_finite_at_any_learning_rate(rate, optimizer):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+    model.compile(getattr(keras.optimizers, optimizer)(rate), "mse", jit_compile=False)
+    hold_weights(model)
+    before = [np.array(each) for each in model.get_weights()]
+    model.fit(np.ones((64, 3), np.float32), np.ones((64, 1), np.float32), batch_size=2, verbose=0)
+    for own, was in zip(model.get_weights(), before, strict=True):
+        assert np.isfinite(own).all()
+        # Ftrl divides by the learning rate and computes the weights anew, with more rounding.
+        assert optimizer == "Ftrl" or np.abs(own - was).max() < 1e-6

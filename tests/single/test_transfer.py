@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from made_up_jobs import on_threads
 
-from hvdtrain.checkpoint import rank_states, transfer
+from hvdtrain.checkpoint import draft, rank_states, transfer
 from hvdtrain.checkpoint.draft import Draft
 from hvdtrain.checkpoint.rank_file import RankFileReader, RankFileWriter
 from hvdtrain.checkpoint.transfer import ArrayReader, ArrayWriter, specs_of
@@ -171,3 +171,16 @@ def test_pieces_need_not_end_with_arrays():
     while len(piece := reader.read(11)):
         writer.write(piece)
     assert same(found, arrays)
+
+
+@pytest.mark.parametrize("name", ["large", "small"])
+def test_tensors_are_released_when_they_have_been_read_back(name, tmp_path, monkeypatch):
+    tensors = {"small": np.zeros(3), "large": np.zeros(1000)}
+    held = dict(tensors)
+    Draft(tmp_path, 1, [[]]).commit(held, {})
+    assert not held
+    save = draft._save
+    monkeypatch.setattr(draft, "_save", lambda own, prefix: save({**own, name: own[name] + 1}, prefix))
+    with pytest.raises(OSError, match=f"the data read back differs from the data written: {name}"):
+        Draft(tmp_path, 2, [[]]).commit(dict(tensors), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

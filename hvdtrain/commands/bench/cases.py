@@ -10,6 +10,7 @@ from hvdtrain.commands.session import Session
 from hvdtrain.data import Data
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.optim.learning_rate import hold_weights
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import sync_config
@@ -87,10 +88,12 @@ def _with_compression(config: BenchConfig, name: str) -> BenchConfig:
 def make_runner(
     config: BenchConfig, task: Task, data: Data, session: Session, collectives: Collectives, *, mode: str
 ) -> StepRunner:
-    """Makes the steps of a run of this configuration, in sync mode or by local SGD."""
+    """Makes the steps of a run of this configuration, in sync mode or by local SGD; the weights hardly change."""
     training = config.training if mode == "local" else sync_config(config.training)
+    model = make_model(config, task, data, collectives)
+    hold_weights(model)
     runner = StepRunner(
-        make_model(config, task, data, collectives),
+        model,
         data.training,
         training,
         collectives=collectives,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hvdtrain.distributed.gradient_reduction import Gradient
+from hvdtrain.training.equality.norms import norm
 from hvdtrain.training.equality.updates import Update, distance, norm_of
 from hvdtrain.training.equality.ways import Outcome
 
@@ -87,13 +88,12 @@ class Comparison:
             if own is None or other is None:
                 present = own or other
                 assert present is not None
-                size = float(np.linalg.norm(np.asarray(present.after, np.float64) - present.before))
+                size = norm(present.after, minus=present.before)
                 yield Deviation("variable", name, size, size, 0.0)
                 continue
-            after = np.asarray(other.after, np.float64)
-            scale = float(np.linalg.norm(after - other.before))
-            rounding = self._part * scale + 4 * self._epsilon * float(np.linalg.norm(after))
-            yield Deviation("variable", name, float(np.linalg.norm(own.after - after)), scale, rounding)
+            scale = norm(other.after, minus=other.before)
+            rounding = self._part * scale + 4 * self._epsilon * norm(other.after)
+            yield Deviation("variable", name, norm(own.after, minus=other.after), scale, rounding)
 
     def _of_values(
         self, kind: Kind, values: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]

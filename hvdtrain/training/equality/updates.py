@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.gradient_reduction import Gradient, is_sparse, with_unique_rows
+from hvdtrain.training.equality.norms import norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,22 +30,18 @@ ChooseGradients = Callable[[keras.optimizers.Optimizer, Update], Sequence[Gradie
 def norm_of(gradient: Gradient) -> float:
     """The Euclidean norm."""
     values = with_unique_rows(gradient)
-    return _norm(values.values if is_sparse(gradient) else values)
+    return norm(np.asarray(values.values if is_sparse(gradient) else values))
 
 
 def distance(first: Gradient, second: Gradient) -> float:
     """The norm of the difference of two gradients of one variable."""
     if not is_sparse(first) and not is_sparse(second):
-        return _norm(tf.cast(first, tf.float64) - tf.cast(second, tf.float64))
+        return norm(np.asarray(first), minus=np.asarray(second))
     both = [with_unique_rows(_as_sparse(each)) for each in (first, second)]
     rows = tf.concat([both[0].indices, tf.cast(both[1].indices, both[0].indices.dtype)], 0)
     values = tf.concat([tf.cast(both[0].values, tf.float64), -tf.cast(both[1].values, tf.float64)], 0)
-    return _norm(with_unique_rows(tf.IndexedSlices(values, rows)).values)
+    return norm(np.asarray(with_unique_rows(tf.IndexedSlices(values, rows)).values))
 
 
 def _as_sparse(gradient: Gradient) -> tf.IndexedSlices:
     return gradient if is_sparse(gradient) else tf.IndexedSlices(gradient, tf.range(tf.shape(gradient)[0]))
-
-
-def _norm(tensor: Any) -> float:
-    return float(np.linalg.norm(np.asarray(tf.cast(tensor, tf.float64)).ravel()))

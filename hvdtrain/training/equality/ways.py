@@ -18,6 +18,7 @@ from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.replica_consistency import differing
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.snapshot import host_array
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, pipelines_of, replaced_pipelines
@@ -214,7 +215,7 @@ class CheckedStep:
         statistics = [v for v in whole_variables(self._model.non_trainable_weights) if id(v.value) in found]
         replicated = [*self._model.trainable_weights, *optimizer_variables(self._model)]
         changes = {
-            f"{i} {v.path}": Change(_host(found[id(v.value)].before), _host(v.value))
+            f"{i} {v.path}": Change(_number(found[id(v.value)].before), _number(host_array(v)))
             for i, v in enumerate(replicated)
             if id(v.value) in found
         }
@@ -222,7 +223,7 @@ class CheckedStep:
         for i, variable in enumerate(statistics):
             if variable.aggregation == "only_first_replica":
                 continue
-            before, after = _host(found[id(variable.value)].before), _host(variable.value)
+            before, after = _number(found[id(variable.value)].before), _number(host_array(variable))
             is_sum = variable.aggregation == "sum"
             if id(variable) in split or is_sum:  # As replica_consistency.share_statistics does.
                 (total,) = ranks.sum([np.asarray(after, np.float64) - before])
@@ -301,7 +302,7 @@ def _exact(config: ReductionConfig) -> ReductionConfig:
     return ReductionConfig(op=config.op, sparse_as_dense=config.sparse_as_dense)
 
 
-def _host(tensor: Any) -> np.ndarray:
+def _number(tensor: Any) -> np.ndarray:
     array = np.asarray(tensor)
     return array if np.issubdtype(array.dtype, np.number) and array.dtype != np.float16 else array.astype(np.float32)
 
