@@ -15,6 +15,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers
 from hvdtrain.distributed.agreement import require_agreement, require_same_call
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.optimizers import is_accumulator
 from hvdtrain.distributed.replica_consistency import require_equal_variables, share_statistics, shared_statistics
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.errors import UsageError
@@ -276,7 +277,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
         are_local = [any(each) for each in zip(*by_optimizer, strict=True)]
         variables = [variable for variable, local in zip(weights, are_local, strict=True) if not local]
         if not any(are_local):
-            variables += whole_variables(self.model.optimizer.variables)
+            variables += whole_variables([v for v in self.model.optimizer.variables if not is_accumulator(v.path)])
         require_equal_variables(
             variables,
             self._collectives,

@@ -16,7 +16,7 @@ from hvdtrain.checkpoint.transfer import Spec
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_memory import MemorySlot
 from hvdtrain.distributed.initial_seeds import forget_seed
-from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
+from hvdtrain.distributed.optimizers import is_accumulator, leaves_of, optimizer_variables
 from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import (
     differing,
@@ -61,9 +61,9 @@ class ModelState:
     """Captures and restores the state of a compiled model and its optimizer.
 
     Replicas have equal weights and optimizers, except in local SGD. Each rank has its own seed generator states, metric
-    sums, states of stateful recurrent layers, weights that gradients do not update (the moving statistics of
-    BatchNormalization, averaged only for evaluation and in checkpoints), and its part of the state of a sharded
-    optimizer, and its rows of sharded tables.
+    sums, states of stateful recurrent layers, gradients of the micro-batches since the last update, weights that
+    gradients do not update (the moving statistics of BatchNormalization, averaged only for evaluation and in
+    checkpoints), and its part of the state of a sharded optimizer, and its rows of sharded tables.
     """
 
     def __init__(self, model: keras.Model, collectives: Collectives):
@@ -79,7 +79,8 @@ class ModelState:
         """
         share_counters(self._model, self._collectives)
         shared = self._shared()
-        candidates = list(shared.values()) if averaged else self._model.non_trainable_weights
+        accumulators = [variable for name, variable in shared.items() if is_accumulator(name)]
+        candidates = list(shared.values()) if averaged else [*self._model.non_trainable_weights, *accumulators]
         split = differing(whole_variables(candidates), self._collectives)
         own = {
             "metrics": self._metrics(),
@@ -144,8 +145,8 @@ class ModelState:
         """Raises DataError if the variables of a checkpoint are not those of the model and its optimizer."""
         here = [*_whole_description(self._shared()), *_description(self._random())]
         there = [*description["variables"], *description["own"]["random"]]
-        # Gradient accumulators depend on gradient_accumulation_steps, and are zero between steps.
-        here, there = ([each for each in group if not _is_accumulator(each[0])] for group in (here, there))
+        # Gradient accumulators depend on gradient_accumulation_steps.
+        here, there = ([each for each in group if not is_accumulator(each[0])] for group in (here, there))
         for saved, own in itertools.zip_longest(there, here):
             if (
                 saved is None
@@ -194,7 +195,7 @@ class ModelState:
             if part_of(variable) is None:
                 variable.assign(tensors[name])
         if description["accumulate"] != self._accumulate:
-            for variable in [each for name, each in self._shared().items() if _is_accumulator(name)]:
+            for variable in [each for name, each in self._shared().items() if is_accumulator(name)]:
                 variable.assign(tf.zeros_like(variable.value))
             for leaf in leaves_of(self._model):  # Keras counts accumulation steps
                 iterations = keras_internals.ITERATIONS.of(leaf)
@@ -202,8 +203,8 @@ class ModelState:
 
     def _by_saved_name(self, description: Mapping[str, Any], *, accumulators: bool) -> dict[str, keras.Variable]:
         """The variables of the model and its optimizer, by their names in a checkpoint."""
-        saved = [name for name, _, _ in description["variables"] if accumulators or not _is_accumulator(name)]
-        here = [each for name, each in self._shared().items() if accumulators or not _is_accumulator(name)]
+        saved = [name for name, _, _ in description["variables"] if accumulators or not is_accumulator(name)]
+        here = [each for name, each in self._shared().items() if accumulators or not is_accumulator(name)]
         return dict(zip(saved, here, strict=True))
 
     def own_variables(self, description: Mapping[str, Any]) -> dict[str, Assignable]:
@@ -211,7 +212,7 @@ class ModelState:
         return {**self._own_variables(description), **self._kept_by_compression(description)}
 
     def _own_variables(self, description: Mapping[str, Any]) -> dict[str, keras.Variable]:
-        by_name = self._by_saved_name(description, accumulators=False)
+        by_name = self._by_saved_name(description, accumulators=description["accumulate"] == self._accumulate)
         own = description["own"]
         found = {each[0]: by_name[each[0]] for each in own["weights"] if each[0] in by_name}
         for name, shape, _ in own.get(PARTS, []):
@@ -296,10 +297,6 @@ class ModelState:
 
     def _random(self) -> dict[str, keras.Variable]:
         return _named("random", random_streams(self._model))
-
-
-def _is_accumulator(name: str) -> bool:
-    return "gradient_accumulator" in name
 
 
 def _named(group: str, variables: Sequence[keras.Variable]) -> dict[str, keras.Variable]:

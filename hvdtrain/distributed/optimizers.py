@@ -74,6 +74,11 @@ def optimizer_variables(model: keras.Model) -> list[keras.Variable]:
     return [variable for each in optimizers_of(model) for variable in each.variables]
 
 
+def is_accumulator(name: str) -> bool:
+    """Whether a variable of an optimizer holds gradients of micro-batches, which each rank accumulates by itself."""
+    return "gradient_accumulator" in name
+
+
 def leaves(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """The optimizer itself, or those inside a LossScaleOptimizer or MultiOptimizer.
 

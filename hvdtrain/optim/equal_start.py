@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.initial_seeds import first_with_other_seed
+from hvdtrain.distributed.optimizers import is_accumulator
 from hvdtrain.distributed.replica_consistency import first_difference
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import path_of, resource_of
@@ -52,7 +53,8 @@ class EqualStart:
             self._is_compared = True
             if self._broadcast is not None:
                 self._broadcast()
-            difference = first_difference(whole_variables(variables), collectives)
+            replicated = [each for each in whole_variables(variables) if not is_accumulator(each.path)]
+            difference = first_difference(replicated, collectives)
             other_seed = first_with_other_seed(variables, collectives)
         if other_seed is not None:
             raise DivergenceError(

@@ -429,6 +429,19 @@ def test_sharded_data_trains_as_one_process(kind):
     assert relative_difference(values(model.weights), weights_alone(count // SIZE * SIZE)) < 1e-6
 
 
+def test_accumulated_gradients_train_as_one_process():
+    """An update of two batches begins in one epoch and ends in the next, while ranks hold gradients of their own."""
+    count = 7 * SIZE * BATCH
+    optimizer = {"gradient_accumulation_steps": 2}
+    alone = dense_model()
+    alone.compile(optimizer=keras.optimizers.SGD(0.1, **optimizer), loss=loss())
+    alone.fit(X[:count], Y[:count], batch_size=BATCH * SIZE, epochs=2, shuffle=False, verbose=0)
+    model = compiled(keras.optimizers.SGD(0.1, **optimizer), metrics=None)
+    x, y = hvdtrain.shard(X[:count], Y[:count])
+    fit(distributed(), model, x=x, y=y, shuffle=False, epochs=2)
+    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-6
+
+
 def test_a_validation_split_of_shards_is_that_of_one_process():
     alone = dense_model()
     alone.compile(optimizer=keras.optimizers.SGD(0.1), loss=loss(), metrics=["accuracy"])

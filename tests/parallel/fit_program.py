@@ -1,8 +1,8 @@
 """Trains by ``model.fit`` with a Checkpoint; a launcher starts it on all ranks.
 
 Arguments: the folder of checkpoints; a JSON object: ``every`` as for Checkpoint, ``data`` (``arrays``, ``dataset`` or
-``batches``), and ``fault``, a signal that the last rank receives at the end of training batch ``at``, or None. Rank 0
-writes what the run has come to into ``result`` if it ends.
+``batches``), ``accumulate``, the micro-batches of an update, and ``fault``, a signal that the last rank receives at the
+end of training batch ``at``, or None. Rank 0 writes what the run has come to into ``result`` if it ends.
 """
 
 import json
@@ -60,7 +60,11 @@ model = keras.Sequential(
     ]
 )
 metrics = ["accuracy", keras.metrics.AUC(name="auc")]
-model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01)), "binary_crossentropy", metrics=metrics)
+model.compile(
+    hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01, gradient_accumulation_steps=SPEC.get("accumulate"))),
+    "binary_crossentropy",
+    metrics=metrics,
+)
 hvdtrain.broadcast(model)
 fault = Fault()
 callbacks = [

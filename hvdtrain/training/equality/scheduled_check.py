@@ -62,7 +62,7 @@ class ScheduledCheck:
     def before_call(self) -> None:
         """Before a call; all ranks must make it."""
         self._num_calls += 1
-        self._is_due = not self._is_over and self._may_check()
+        self._is_due = not self._is_over and (self._is_due or self._may_check())
         if self._is_due:
             self._batches.want()
 
@@ -81,8 +81,9 @@ class ScheduledCheck:
         Raises:
             UnequalError: on every rank: the step is not that of one process, with ``on_unequal="stop"``.
         """
-        if not self._is_due:
+        if not self._is_due or self._check.is_within_update:
             return
+        self._is_due = False
         begin_s = time.monotonic()
         batch = self._batches.take()
         finding = self._compare_orders() or self._check.run(batch)
@@ -93,7 +94,7 @@ class ScheduledCheck:
 
     def _compare_orders(self) -> Finding | None:
         """At the first check: whether ranks have sharded the same data in the same order."""
-        if self._num_calls > 1:
+        if self._num_checks > 0:
             return None
         everyone = self._collectives.allgather(sharded_order.noted())
         if len({len(each) for each in everyone}) > 1 or all(each == everyone[0] for each in everyone):

@@ -10,11 +10,12 @@ import numpy as np
 
 from hvdtrain.distributed.bounded_messages import num_bytes
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.optimizers import optimizer_variables
+from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.recurrent_states import recurrent_states
 from hvdtrain.distributed.replica_consistency import differing, require_equal_variables, share
 from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.seams import keras_internals
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.frozen_weights import frozen_weights
@@ -89,6 +90,14 @@ class StepCheck:
         self._step = CheckedStep(step, model, collectives)
         self._unweighted = CheckedStep(unweighted or step, model, collectives)
         self._num_checks = 0
+
+    @property
+    def is_within_update(self) -> bool:
+        """Whether an optimizer holds gradients of micro-batches, which each rank accumulates by itself."""
+        return any(
+            int(keras_internals.ITERATIONS.of(leaf)) % (leaf.gradient_accumulation_steps or 1)
+            for leaf in leaves_of(self._model)
+        )
 
     def run(self, batch: Any) -> Finding:
         """Checks the step with a part of each rank's batch. All ranks must call it.
