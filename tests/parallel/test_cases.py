@@ -13,7 +13,7 @@ JOBS = {
     ("training", 2): 34,
     ("faults+few_bits", 2): 27,
     ("callbacks+metrics", 2): 50,
-    ("fit+equality", 2): 56,
+    ("fit+equality", 2): 57,
     ("after_training+own_values", 2): 62,
     ("resume", 2): 12,
     ("local_sgd", 2): 26,
