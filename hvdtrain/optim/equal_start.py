@@ -53,7 +53,7 @@ class EqualStart:
             self._is_compared = True
             if self._broadcast is not None:
                 self._broadcast()
-            replicated = [each for each in whole_variables(variables) if not is_accumulator(each.path)]
+            replicated = [each for each in whole_variables(variables) if not is_accumulator(path_of(each))]
             difference = first_difference(replicated, collectives)
             other_seed = first_with_other_seed(variables, collectives)
         if other_seed is not None:
