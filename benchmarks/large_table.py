@@ -1,7 +1,7 @@
-"""A sharded table of 8 GiB on 2 ranks: four steps and a checkpoint, then a fifth step of new jobs on 1, 2 and 4 ranks.
+"""A sharded table of 3 GiB on 2 ranks: four steps and a checkpoint, then a fifth step of new jobs on 1, 2 and 4 ranks.
 
-    launch/run python benchmarks/large_table.py                        # needs 20 GB of memory and 20 GB of disk
-    launch/run python benchmarks/large_table.py --gib 2 --resumed 2 4
+    launch/run python benchmarks/large_table.py                        # needs 16 GB of memory
+    launch/run python benchmarks/large_table.py --gib 1 --resumed 2 4
 
 Compares the loss of the fifth step, of the same samples, and rows that no sample uses, over the resumed jobs. Prints
 the time of each job, and the peak resident memory of each rank, above that of a process after its imports, in multiples
@@ -83,7 +83,7 @@ def run(ranks: int, steps: int, rows: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=8.0)
+    parser.add_argument("--gib", type=float, default=3.0)
     parser.add_argument("--resumed", type=int, nargs="*", default=[1, 2, 4], help="numbers of ranks")
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--run", nargs=2, metavar=("STEPS", "DIR"), help=argparse.SUPPRESS)
