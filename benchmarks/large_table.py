@@ -10,9 +10,7 @@ of the rank's rows.
 
 import argparse
 import hashlib
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from memory import peak_bytes
+from rank_jobs import measured_on_ranks, tell
 
 WIDTH, IDS_PER_SAMPLE, GLOBAL_BATCH, STEPS = 64, 8, 1024, 4
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np"]
 
 
 def train(steps: int, rows: int, folder: Path) -> None:
@@ -59,17 +57,11 @@ def train(steps: int, rows: int, folder: Path) -> None:
         "loss": summary["loss"],
         "unused": hashlib.sha256(unused.tobytes()).hexdigest()[:12],
     }
-    print("FOUND " + json.dumps(found), flush=True)
+    tell(found)
 
 
 def run(ranks: int, steps: int, rows: int, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--run", str(steps), str(folder), "--rows", str(rows)]
-    done = subprocess.run([*MPIRUN, str(ranks), *command], capture_output=True, text=True, check=False)
-    # Ranks write at the same time, sometimes in the same line.
-    found = [json.JSONDecoder().raw_decode(part)[0] for part in done.stdout.split("FOUND ")[1:]]
-    if done.returncode or len(found) != ranks:
-        sys.exit(f"{steps} steps on {ranks} ranks failed:\n{done.stdout}\n{done.stderr}")
-    found.sort(key=lambda each: each["rank"])
+    found = measured_on_ranks(ranks, __file__, "--run", str(steps), str(folder), "--rows", str(rows))
     peaks = ", ".join(f"{each['peak'] / each['bytes']:.2f}" for each in found)
     first: dict[str, Any] = found[0]
     gib = first["bytes"] / 2**30

@@ -14,16 +14,15 @@ and the least possible: the distinct rows of other ranks, out and back. The last
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from rank_jobs import measured_on_ranks, tell
+
 HERE = Path(__file__).resolve().parent
 KINDS = ("sharded", "sparse", "dense")
 WIDTH, IDS_PER_SAMPLE, EXPONENT = 64, 8, 1.05
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np"]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -112,19 +111,13 @@ def run(arguments: argparse.Namespace) -> None:
         "sent": sum(each for each, _ in everyone),
         "least": least,
     }
-    print("MEASURED " + json.dumps(found), flush=True)
+    tell(found)
 
 
 def measure(ranks: int, optimizer: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    command = [sys.executable, __file__, "--run", "--rows", str(arguments.rows), "--kinds", *arguments.kinds]
-    command += ["--batch-size", str(arguments.batch_size), "--pairs", str(arguments.pairs), "--optimizer", optimizer]
-    done = subprocess.run([*MPIRUN, str(ranks), *command], capture_output=True, text=True, check=False)
-    # Ranks write at the same time, sometimes in the same line.
-    decoder = json.JSONDecoder()
-    found = [decoder.raw_decode(part)[0] for part in done.stdout.split("MEASURED ")[1:]]
-    if done.returncode or len(found) != ranks:
-        sys.exit(f"{optimizer} on {ranks} ranks failed:\n{done.stdout}\n{done.stderr}")
-    return sorted(found, key=lambda each: each["rank"])
+    options = ["--rows", str(arguments.rows), "--kinds", *arguments.kinds, "--batch-size", str(arguments.batch_size)]
+    options += ["--pairs", str(arguments.pairs), "--optimizer", optimizer]
+    return measured_on_ranks(ranks, __file__, "--run", *options)
 
 
 def compare(ranks: int, optimizer: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,22 +11,17 @@ The last results are in ``benchmarks/results/sharded_optimizer.json``.
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from memory import peak_bytes
+from rank_jobs import measured_on_ranks, tell
+
 HERE = Path(__file__).resolve().parent
 LAYERS = 3
 KINDS = ("whole", "sharded")
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np"]
-
-
-def peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None:
@@ -78,19 +73,13 @@ def run(kinds: list[str], megabytes: float, batch_size: int, pairs: int) -> None
     state = sum(each.numpy().nbytes for each in model.optimizer.variables)
     weights = sum(each.numpy().nbytes for each in model.weights)
     found = {"rank": topology.rank, "weights": weights, "state": state, "peak": peak, "times": times}
-    print("MEASURED " + json.dumps(found), flush=True)
+    tell(found)
 
 
 def measure(kinds: list[str], ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    command = [sys.executable, __file__, "--run", *kinds, "--megabytes", str(arguments.megabytes)]
-    command += ["--batch-size", str(arguments.batch_size), "--pairs", str(arguments.pairs if len(kinds) > 1 else 0)]
-    done = subprocess.run([*MPIRUN, str(ranks), *command], capture_output=True, text=True, check=False)
-    # Ranks write at the same time, sometimes in the same line.
-    decoder = json.JSONDecoder()
-    found = [decoder.raw_decode(part)[0] for part in done.stdout.split("MEASURED ")[1:]]
-    if done.returncode or len(found) != ranks:
-        sys.exit(f"{kinds} on {ranks} ranks failed:\n{done.stdout}\n{done.stderr}")
-    return sorted(found, key=lambda each: each["rank"])
+    options = [*kinds, "--megabytes", str(arguments.megabytes), "--batch-size", str(arguments.batch_size)]
+    options += ["--pairs", str(arguments.pairs if len(kinds) > 1 else 0)]
+    return measured_on_ranks(ranks, __file__, "--run", *options)
 
 
 def compare(ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
