@@ -49,8 +49,8 @@ def look_up(
     call = unique_name(f"hvdtrain_rows_{_plain(name)}")
     distinct, positions = tf.unique(ids)
     is_unknown = (distinct < 0) | (distinct >= shard.shape[0])
-    # The first one is sent to all ranks before the ids, so that all raise its error; 0 is always in range.
-    unknown = tf.concat([tf.boolean_mask(distinct, is_unknown), tf.zeros([1], ids.dtype)], 0)[:1]
+    # It is sent to all ranks before the ids, so that all raise its error.
+    unknown = _first_unknown(distinct, is_unknown)
     distinct = tf.where(is_unknown, tf.zeros_like(distinct), distinct)
     owners = tf.cast(distinct % shard.num_ranks, tf.int32)
     by_owner = tf.dynamic_partition(tf.range(tf.size(distinct)), owners, shard.num_ranks)
@@ -81,8 +81,8 @@ def look_up(
 def require_known(ids: tf.Tensor, num_rows: int, name: str) -> tf.Tensor:
     """The ids of a table that one process has; raises when it runs, see :func:`unknown_id_error`."""
     is_unknown = (ids < 0) | (ids >= num_rows)
-    unknown = tf.boolean_mask(ids, is_unknown)[:1]
-    with tf.control_dependencies([_assert_known(tf.equal(tf.size(unknown), 0), unknown, 0, num_rows, name)]):
+    unknown = _first_unknown(ids, is_unknown)[0]
+    with tf.control_dependencies([_assert_known(unknown == 0, unknown, 0, num_rows, name)]):
         return tf.identity(ids)
 
 
@@ -111,6 +111,11 @@ def with_unknown_ids(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REMEDY = "Hash ids without a bound by keras.layers.Hashing, or set input_dim to the largest id + 1."
+
+
+def _first_unknown(ids: tf.Tensor, is_unknown: tf.Tensor) -> tf.Tensor:
+    """The first id that is out of range, shape ``[1]``; 0, which is always in range, if there is none."""
+    return tf.concat([tf.boolean_mask(ids, is_unknown), tf.zeros([1], ids.dtype)], 0)[:1]
 
 
 def _without_first_of_each(received: tf.Tensor, lengths: tf.Tensor, shard: RowShard, name: str) -> tf.Tensor:
