@@ -5,13 +5,14 @@ import weakref
 import keras
 import tensorflow as tf
 
-_optimizers: "weakref.WeakSet[keras.optimizers.Optimizer]" = weakref.WeakSet()
+# A list: another thread may count while one is added.
+_optimizers: "list[weakref.ref[keras.optimizers.Optimizer]]" = []
 _steps_of_tapes: tf.Variable | None = None
 
 
 def count_steps_of(optimizer: keras.optimizers.Optimizer) -> None:
     """From now on, the optimizer's steps count."""
-    _optimizers.add(optimizer)
+    _optimizers.append(weakref.ref(optimizer))
 
 
 def count_step_of_a_tape() -> None:
@@ -25,12 +26,13 @@ def count_step_of_a_tape() -> None:
 
 def counts_steps() -> bool:
     """Whether the program has an optimizer, or a tape, whose steps count."""
-    return bool(_optimizers) or _steps_of_tapes is not None
+    return any(each() is not None for each in _optimizers) or _steps_of_tapes is not None
 
 
 def num_made_steps() -> int:
     """The number of steps, of the optimizer that has made the most."""
-    counts = [int(each.iterations.numpy()) for each in _optimizers]
+    alive = [optimizer for each in _optimizers if (optimizer := each()) is not None]
+    counts = [int(each.iterations.numpy()) for each in alive]
     if _steps_of_tapes is not None:
         counts.append(int(_steps_of_tapes.numpy()))
     return max(counts, default=0)
