@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.config.wording import option
+from hvdtrain.distributed.optimizers import is_accumulator
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.distributed.shards import Part, mark_part
 from hvdtrain.errors import UsageError
@@ -20,7 +21,6 @@ _ELEMENTWISE = (
     *(keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.Adamax, keras.optimizers.Nadam),
     *(keras.optimizers.Lion, keras.optimizers.Ftrl),
 )
-_ACCUMULATOR = "gradient_accumulator"
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -100,7 +100,7 @@ class ShardedUpdates:
     def add_variable_from_reference(
         self, reference_variable: keras.Variable, name: str | None = None, initializer: Any = "zeros"
     ) -> keras.Variable:
-        if name == _ACCUMULATOR:
+        if is_accumulator(name or ""):
             return self._keras_add_variable(reference_variable, name=name, initializer=initializer)
         part = self._part(reference_variable)
         variable: keras.Variable = self._optimizer.add_variable(

@@ -259,6 +259,20 @@ def test_verify():
         loop(lambda gradients: tf.clip_by_global_norm(gradients, 0.01)[0])
 
 
+def test_verify_between_two_micro_batches():
+    """Ranks hold different gradients then, and rightly so."""
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)), mean_square)
+    hvdtrain.broadcast(model)
+    data = (X[:BATCH], Y[:BATCH])
+    model.optimizer.build(model.trainable_variables)
+    assert hvdtrain.verify(model.train_step, data, model).unchecked is None
+    model.train_step(data)
+    assert "micro-batches" in hvdtrain.verify(model.train_step, data, model).unchecked
+    model.train_step(data)
+    assert hvdtrain.verify(model.train_step, data, model).unchecked is None
+
+
 def test_verify_of_a_tape():
     model = network()
     model.compile(keras.optimizers.SGD(0.1))

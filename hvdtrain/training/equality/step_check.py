@@ -106,6 +106,8 @@ class StepCheck:
             DivergenceError: on every rank: replicas are not equal any more.
             UsageError: on every rank: a metric's state does not start at 0.
         """
+        if self.is_within_update:
+            return Finding({}, unchecked="an optimizer holds gradients of micro-batches; check it after an update")
         self._require_equal_replicas()
         require_sums_from_the_start(self._model)
         if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
