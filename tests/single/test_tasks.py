@@ -352,12 +352,14 @@ def test_dlrm_learns_from_its_sample_data(tmp_path):
     sample_data.write("synthetic-dlrm", tmp_path)
     task = load_task("synthetic-dlrm")
     data = task.read_data(tmp_path)
+    keras.utils.set_random_seed(0)
     model = task.make_model(data)
     task.compile(model, keras.optimizers.Adagrad(0.05))
     x, y = samples(data.training)
-    model.fit(x, y, batch_size=256, epochs=2, verbose=0)
+    # With eight seeds, 0.72 to 0.76; the more frequent label has 0.54.
+    model.fit(x, y, batch_size=256, epochs=8, verbose=0)
     test = samples(data.evaluation)
-    assert model.evaluate(*test, verbose=0, return_dict=True)["accuracy"] > 0.6
+    assert model.evaluate(*test, verbose=0, return_dict=True)["accuracy"] > 0.65
 
 
 def test_every_built_in_task_loads():
