@@ -122,8 +122,9 @@ class Checkpointer:
         """
         self._require_few_failures(_MAX_FAILURES)
         captured = self._model_state.capture(averaged)
-        own = dict(captured.own)
-        value = plain_values.split({"random": random_state.capture(), "state": rank_state}, own, "state")
+        plain: dict[str, np.ndarray] = {}
+        value = plain_values.split({"random": random_state.capture(), "state": rank_state}, plain, "state")
+        own = {**captured.own, **plain}
         for _ in range(_MAX_FAILURES if wait else 1):
             gathered = rank_states.gather(own, value, self._collectives, lambda specs: self._begin(step, specs))
             if gathered is not None:

@@ -49,6 +49,10 @@ class JoinedParts(Mapping[str, np.ndarray]):
         parts = [self._ranks.array(rank, name) for rank in range(len(self._ranks.specs))]
         return whole_of_arrays(parts, self._shapes[name])
 
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own would read the tensor.
+        return name in self._shapes or name in self._tensors
+
     def has_rows(self, name: str) -> bool:
         """Whether ranks have saved rows of a table under this name."""
         return name in self._tables

@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.joined_parts import PARTS
-from hvdtrain.checkpoint.table_rows import restore_rows
-from hvdtrain.checkpoint.transfer import Spec
+from hvdtrain.checkpoint.table_rows import TableRows, restore_rows
+from hvdtrain.checkpoint.transfer import AnyArray, Spec
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_memory import MemorySlot
 from hvdtrain.distributed.initial_seeds import forget_seed
@@ -53,8 +53,8 @@ class Captured(NamedTuple):
     description: dict[str, Any]
     tensors: dict[str, tf.Tensor]
     """On rank 0: what all ranks have in common, or its average over ranks."""
-    own: dict[str, np.ndarray]
-    """What belongs to this rank alone."""
+    own: dict[str, AnyArray]
+    """What belongs to this rank alone. Rows of tables are those of the moment when they are read."""
 
 
 class ModelState:
@@ -90,14 +90,14 @@ class ModelState:
             "compression": self._compression(),
             PARTS: {name: variable for name, variable in shared.items() if part_of(variable) is not None},
         }
-        values = {name: host_array(variable) for group in own.values() for name, variable in group.items()}
+        values = {name: _own_value(variable) for group in own.values() for name, variable in group.items()}
         is_first, tensors = self._collectives.rank == 0, {}
         with averaged() if averaged else nullcontext():
             if is_first:
                 tensors = {name: host_tensor(each) for name, each in shared.items() if part_of(each) is None}
         for name, variable in own["weights"].items():
             if keras.backend.is_float_dtype(variable.dtype) and not (averaged and name.startswith("model/")):
-                mean = self._mean(values[name], keep=is_first)
+                mean = self._mean(host_array(variable), keep=is_first)
                 if is_first:
                     tensors[name] = tf.constant(mean, variable.dtype)
         description = {
@@ -309,6 +309,10 @@ def _named(group: str, variables: Sequence[keras.Variable]) -> dict[str, keras.V
             name = f"{group}/{variable.path}.{number}"
         result[name] = variable
     return result
+
+
+def _own_value(variable: keras.Variable) -> AnyArray:
+    return host_array(variable) if row_shard_of(variable) is None else TableRows(variable)
 
 
 def _description(variables: Mapping[str, keras.Variable]) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hvdtrain.checkpoint.draft import Draft
 from hvdtrain.checkpoint.model_state import Assignable
 from hvdtrain.checkpoint.rank_file import RankFileReader
 from hvdtrain.checkpoint.transfer import (
+    AnyArray,
     ArrayReader,
     ArrayWriter,
     Spec,
@@ -20,6 +22,8 @@ from hvdtrain.checkpoint.transfer import (
     to_first_rank,
 )
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.row_shards import write_rows
+from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.errors import DataError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 
@@ -54,7 +58,7 @@ class Gathered:
 
 
 def gather(
-    arrays: Mapping[str, np.ndarray],
+    arrays: Mapping[str, AnyArray],
     value: Any,
     collectives: Collectives,
     begin: Callable[[Sequence[Sequence[Spec]]], Draft],
@@ -101,7 +105,8 @@ def scatter(
             arrays[name] = array
 
     readers = [] if file is None else [file.reader(rank) for rank in range(collectives.size)]
-    _receive(readers, specs, collectives, complete)
+    tables = {name: partial(write_rows, each) for name, each in variables.items() if row_shard_of(each) is not None}
+    _receive(readers, specs, collectives, ArrayWriter(specs, complete, tables))
     return plain_values.join(value, arrays)
 
 
@@ -116,13 +121,11 @@ def broadcast_arrays(
     """
     received: dict[str, np.ndarray] = {}
     readers = [ArrayReader(list(arrays.values())) for _ in range(collectives.size)] if collectives.rank == 0 else []
-    _receive(readers, specs, collectives, received.__setitem__)
+    _receive(readers, specs, collectives, ArrayWriter(specs, received.__setitem__))
     return received
 
 
-def _receive(
-    readers: Sequence[Any], specs: Sequence[Spec], collectives: Collectives, complete: Callable[[str, np.ndarray], None]
-) -> None:
+def _receive(readers: Sequence[Any], specs: Sequence[Spec], collectives: Collectives, writer: ArrayWriter) -> None:
     errors: list[OSError] = []
 
     def read(rank: int, size: int) -> np.ndarray:
@@ -137,7 +140,7 @@ def _receive(
         if errors:
             raise DataError(f"a checkpoint must stay readable. Received: {errors[0]}") from errors[0]
 
-    from_first_rank(read, sum(map(num_bytes, specs)), collectives, ArrayWriter(specs, complete).write)
+    from_first_rank(read, sum(map(num_bytes, specs)), collectives, writer.write)
     on_every_rank(require_read, collectives)
 
 

@@ -157,6 +157,10 @@ class Tensors(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return np.asarray(self._reader.get_tensor(name))
 
+    def __contains__(self, name: object) -> bool:
+        # Mapping's own would read the tensor.
+        return name in self._shapes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 

@@ -1,15 +1,29 @@
-"""Restores the rows of sharded tables on any number of ranks; no rank ever holds a table as a whole."""
+"""Saves and restores the rows of sharded tables, on any number of ranks, in blocks: memory holds no second copy."""
 
 from collections.abc import Iterator, Mapping
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.checkpoint.joined_parts import JoinedParts
 from hvdtrain.checkpoint.transfer import dtype_of
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.row_shards import RowShard, rows_from_first_rank
+from hvdtrain.distributed.row_shards import RowShard, row_blocks, rows_from_first_rank, write_rows
+from hvdtrain.distributed.snapshot import host_rows
+
+
+class TableRows:
+    """This rank's rows of a table, or of its state, read from the variable while they are written to a file."""
+
+    def __init__(self, variable: keras.Variable):
+        self._variable = variable
+        self.shape = tuple(variable.shape)
+        self.dtype = dtype_of(variable.dtype)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """The rows, in order."""
+        for start, end in row_blocks(self.shape, self.dtype.itemsize):
+            yield host_rows(self._variable, slice(start, end))
 
 
 def restore_rows(
@@ -24,8 +38,7 @@ def restore_rows(
     dtype = dtype_of(variable.dtype)
     blocks = _blocks(tensors, name, shard, dtype.itemsize)
     for place, rows in rows_from_first_rank(blocks, dtype, shard, collectives):
-        # In place: assign would need a second copy.
-        variable.value.scatter_update(tf.IndexedSlices(tf.constant(rows), tf.range(place.start, place.stop)))
+        write_rows(variable, place.start, rows)
 
 
 def _blocks(tensors: Mapping[str, np.ndarray], name: str, shard: RowShard, itemsize: int) -> Iterator[np.ndarray]:

@@ -1,12 +1,16 @@
 """Moves arrays between rank 0 and the other ranks in bounded pieces, so that rank 0 never holds those of all ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.row_shards import row_blocks
 
 PIECE_BYTES = 32 << 20
 """The most bytes that rank 0 exchanges with all ranks together at a time."""
@@ -15,7 +19,24 @@ Spec: TypeAlias = tuple[str, list[int], str]
 """Name, shape and dtype of an array."""
 
 
-def specs_of(arrays: Mapping[str, np.ndarray]) -> list[Spec]:
+class InBlocks(Protocol):
+    """An array that is never in memory as a whole."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Its rows, in order."""
+        ...
+
+
+AnyArray: TypeAlias = np.ndarray | InBlocks
+
+
+def specs_of(arrays: Mapping[str, AnyArray]) -> list[Spec]:
     """The specs of arrays, in order."""
     return [(name, list(array.shape), str(array.dtype)) for name, array in arrays.items()]
 
@@ -33,30 +54,47 @@ def num_bytes(spec: Spec) -> int:
 class ArrayReader:
     """Reads the bytes of arrays, one after another, in pieces."""
 
-    def __init__(self, arrays: Sequence[np.ndarray]):
-        # A view as bytes copies nothing.
-        self._rest = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-        self._rest.reverse()
-        self.num_bytes = sum(len(each) for each in self._rest)
+    def __init__(self, arrays: Sequence[AnyArray]):
+        self._blocks = (
+            block for each in arrays for block in ([each] if isinstance(each, np.ndarray) else each.blocks())
+        )
+        self._rest = np.empty(0, np.uint8)
+        self.num_bytes = sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
     def read(self, size: int) -> np.ndarray:
         """The next bytes, fewer at the end."""
         parts = []
-        while size and self._rest:
-            array = self._rest.pop()
-            parts.append(array[:size])
-            if len(array) > size:
-                self._rest.append(array[size:])
+        while size:
+            if not len(self._rest):
+                if (block := next(self._blocks, None)) is None:
+                    break
+                # A view as bytes copies nothing.
+                self._rest = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+            parts.append(self._rest[:size])
+            self._rest = self._rest[size:]
             size -= len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
 
 
 class ArrayWriter:
-    """Assembles arrays from pieces, and passes on each as soon as it is complete."""
+    """Assembles arrays from pieces, and passes on each as soon as it is complete.
 
-    def __init__(self, specs: Sequence[Spec], complete: Callable[[str, np.ndarray], None]):
-        self._specs = iter(specs)
+    Args:
+        complete: called with the name of an array, and the array.
+        in_blocks: for the names of arrays that are passed on in blocks of rows instead: called with the number of the
+            first row, and the rows.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        complete: Callable[[str, np.ndarray], None],
+        in_blocks: Mapping[str, Callable[[int, np.ndarray], None]] = MappingProxyType({}),
+    ):
+        self._specs = specs
         self._complete = complete
+        self._in_blocks = in_blocks
+        self._blocks = self._all_blocks()
         self._begin_next()
 
     def write(self, piece: np.ndarray) -> None:
@@ -69,23 +107,33 @@ class ArrayWriter:
             if self._filled == len(self._bytes):
                 self._end()
 
-    def _begin_next(self) -> None:
+    def _all_blocks(self) -> Iterator[tuple[Spec, Callable[[np.ndarray], None]]]:
+        """What is assembled next, and to whom it is passed on."""
         for spec in self._specs:
-            self._name, shape, dtype = spec
+            name, shape, dtype = spec
+            if name not in self._in_blocks:
+                yield spec, partial(self._complete, name)
+                continue
+            for start, end in row_blocks(shape, dtype_of(dtype).itemsize):
+                yield (name, [end - start, *shape[1:]], dtype), partial(self._in_blocks[name], start)
+
+    def _begin_next(self) -> None:
+        for spec, pass_on in self._blocks:
+            _, shape, dtype = spec
             self._bytes, self._filled = np.empty(num_bytes(spec), np.uint8), 0
-            self._array = self._bytes.view(dtype_of(dtype)).reshape(shape)
+            self._array, self._pass_on = self._bytes.view(dtype_of(dtype)).reshape(shape), pass_on
             if len(self._bytes):
                 return
-            self._complete(self._name, self._array)
+            self._pass_on(self._array)
         self._bytes, self._filled = np.empty(0, np.uint8), 0
 
     def _end(self) -> None:
-        self._complete(self._name, self._array)
+        self._pass_on(self._array)
         self._begin_next()
 
 
 def to_first_rank(
-    arrays: Sequence[np.ndarray], collectives: Collectives, receive: Callable[[int, np.ndarray], None]
+    arrays: Sequence[AnyArray], collectives: Collectives, receive: Callable[[int, np.ndarray], None]
 ) -> None:
     """Rank 0 receives the bytes of every rank's arrays, in order. Collective: all ranks must call it.
 

@@ -134,7 +134,7 @@ def weights_sha256(model: keras.Model, collectives: Collectives | None = None) -
             if shard is None:
                 yield host_array(variable)
             else:
-                yield from blocks_on_first_rank(host_array(variable), shard, collectives)
+                yield from blocks_on_first_rank(variable, shard, collectives)
 
     digest = sha256_of(blocks())
     return collectives.allgather(digest)[0] if has_tables(model) else digest

@@ -7,13 +7,15 @@ and so are spread over all ranks.
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.snapshot import host_rows, resource_of
 
 BLOCK_BYTES = 32 << 20
-"""The most bytes of a table that move at a time between all ranks."""
+"""The most bytes of a table that are moved at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +51,14 @@ class RowShard:
 
     def blocks(self, bytes_per_element: int) -> list[tuple[int, int]]:
         """The first and last row (exclusive) of blocks of the whole table, of at most :data:`BLOCK_BYTES`."""
-        row_bytes = bytes_per_element * int(np.prod(self.shape[1:], dtype=np.int64))
-        step = max(1, BLOCK_BYTES // row_bytes)
-        return [(start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step)]
+        return row_blocks(self.shape, bytes_per_element)
+
+
+def row_blocks(shape: Sequence[int], bytes_per_element: int) -> list[tuple[int, int]]:
+    """The first and last row (exclusive) of blocks of a tensor, of at most :data:`BLOCK_BYTES`."""
+    row_bytes = bytes_per_element * int(np.prod(shape[1:], dtype=np.int64))
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
 
 
 def whole_of_rows(shards: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
@@ -63,17 +70,24 @@ def whole_of_rows(shards: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
     return whole[:num_rows]
 
 
-def blocks_on_first_rank(own: np.ndarray, shard: RowShard, collectives: Collectives) -> Iterator[np.ndarray]:
+def write_rows(variable: keras.Variable, start: int, rows: np.ndarray) -> None:
+    """Replaces consecutive rows of a variable, from ``start`` on, in place: ``assign`` would need a second copy."""
+    places = tf.range(start, start + len(rows))
+    resource_of(variable).scatter_update(tf.IndexedSlices(tf.constant(rows), places))
+
+
+def blocks_on_first_rank(variable: keras.Variable, shard: RowShard, collectives: Collectives) -> Iterator[np.ndarray]:
     """Rank 0 receives the rows of a whole table, block by block, in order; other ranks receive no rows. Collective.
 
     Args:
-        own: this rank's rows.
+        variable: this rank's rows.
     """
     nothing = np.empty(0, np.uint8)
-    row_bytes = own.itemsize * int(np.prod(own.shape[1:], dtype=np.int64))
-    for start, end in shard.blocks(own.itemsize):
+    for start, end in shard.blocks(resource_of(variable).dtype.size):
         _, place = shard.rows_in(start, end)
-        sent = np.ascontiguousarray(own[place]).reshape(-1).view(np.uint8)
+        own = host_rows(variable, place)
+        row_bytes = own.itemsize * int(np.prod(own.shape[1:], dtype=np.int64))
+        sent = own.reshape(-1).view(np.uint8)
         received = collectives.alltoall([sent, *[nothing] * (collectives.size - 1)])
         block = np.empty((end - start if collectives.rank == 0 else 0, *own.shape[1:]), own.dtype)
         if collectives.rank == 0:

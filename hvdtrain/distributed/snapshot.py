@@ -24,3 +24,11 @@ def host_tensor(variable: keras.Variable | tf.Variable) -> tf.Tensor:
 def host_array(variable: keras.Variable | tf.Variable) -> np.ndarray:
     """The same as a read-only array; ``variable.numpy()`` copies."""
     return np.asarray(host_tensor(variable))
+
+
+def host_rows(variable: keras.Variable | tf.Variable, place: slice) -> np.ndarray:
+    """A copy of consecutive rows of a variable in host memory.
+
+    Of a variable whose rows are updated in place, TensorFlow would copy all to read it as a whole.
+    """
+    return np.asarray(resource_of(variable).sparse_read(tf.range(place.start, place.stop)))

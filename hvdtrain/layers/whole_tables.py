@@ -12,7 +12,6 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.distributed.row_shards import RowShard, blocks_on_first_rank
 from hvdtrain.distributed.shards import row_shard_of
-from hvdtrain.distributed.snapshot import host_array
 from hvdtrain.errors import UsageError
 from hvdtrain.layers.sharded_embedding import ShardedEmbedding
 from hvdtrain.optim.method_replacement import replace_method
@@ -84,7 +83,7 @@ def _require_memory(tables: list[tuple[ShardedEmbedding, RowShard]], ranks: Coll
 def _replace(layer: Any, shard: RowShard, ranks: Collectives) -> Any:
     """Replaces a table by the whole one on rank 0; returns what undoes that."""
     own = keras_internals.EMBEDDINGS.of(layer)
-    blocks = blocks_on_first_rank(host_array(own), shard, ranks)
+    blocks = blocks_on_first_rank(own, shard, ranks)
     if ranks.rank > 0:
         for _ in blocks:
             pass
