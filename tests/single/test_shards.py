@@ -9,7 +9,9 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.checkpoint.draft import Draft
 from hvdtrain.checkpoint.joined_parts import JoinedParts
+from hvdtrain.checkpoint.storage import Tensors
 from hvdtrain.distributed import shards
 from hvdtrain.distributed.shards import (
     Part,
@@ -85,6 +87,16 @@ class RankFile:
         return np.full(32, rank + 1.0)
 
 
+def test_names_in_a_checkpoint_are_found_without_reading_tensors(tmp_path, monkeypatch):
+    Draft(tmp_path, 1, [[]]).commit({"a": np.zeros(2)}, {"ranks": 1, "variables": [], "own": {}})
+    tensors = Tensors(tmp_path / "step-00000001")
+    manifest = {"variables": [["b", [40], "float32"]], "own": {"parts": [["b", [32], "float32"]]}}
+    joined = JoinedParts(tensors, RankFile(), manifest)
+    monkeypatch.setattr(Tensors, "__getitem__", None)
+    monkeypatch.setattr(JoinedParts, "__getitem__", None)
+    assert [name in joined for name in "abc"] == [True, True, False]
+
+
 def test_a_checkpoint_shows_joined_parts_like_any_tensor():
     manifest = {
         "variables": [["a", [2], "float32"], ["b", [40], "float32"]],
@@ -95,5 +107,7 @@ def test_a_checkpoint_shows_joined_parts_like_any_tensor():
     assert len(joined) == 2
     assert joined["b"].tolist() == [1.0] * 32 + [2.0] * 8
     assert joined["a"].tolist() == [0.0, 0.0]
+    assert "a" in joined
+    assert "c" not in joined
     with pytest.raises(KeyError):
         joined["c"]

@@ -12,6 +12,7 @@ from hvdtrain.checkpoint import draft, rank_states, transfer
 from hvdtrain.checkpoint.draft import Draft
 from hvdtrain.checkpoint.rank_file import RankFileReader, RankFileWriter
 from hvdtrain.checkpoint.transfer import ArrayReader, ArrayWriter, specs_of
+from hvdtrain.distributed import row_shards
 
 DTYPES = [*(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)), "float16", "float32", "float64"]
 
@@ -171,6 +172,34 @@ def test_pieces_need_not_end_with_arrays():
     while len(piece := reader.read(11)):
         writer.write(piece)
     assert same(found, arrays)
+
+
+class Rows:
+    """An array in blocks, of which each exists only while it is read."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def blocks(self):
+        yield from (self.array[start : start + 3].copy() for start in range(0, len(self.array), 3))
+
+
+def test_arrays_in_blocks_travel_with_others(monkeypatch):
+    monkeypatch.setattr(row_shards, "BLOCK_BYTES", 50)
+    table = np.random.default_rng(0).normal(size=(11, 3)).astype(np.float32)
+    arrays = {"before": np.arange(5), "table": Rows(table), "empty": Rows(table[:0]), "after": np.array(7.5)}
+    reader, found, written = ArrayReader(list(arrays.values())), {}, np.zeros_like(table)
+    assert reader.num_bytes == 5 * 8 + table.nbytes + 8
+
+    def write(start, rows):
+        assert rows.nbytes <= 50
+        written[start : start + len(rows)] = rows
+
+    writer = ArrayWriter(specs_of(arrays), found.__setitem__, {"table": write, "empty": write})
+    while len(piece := reader.read(13)):
+        writer.write(piece)
+    assert np.array_equal(written, table)
+    assert same(found, {"before": arrays["before"], "after": arrays["after"]})
 
 
 @pytest.mark.parametrize("name", ["large", "small"])
