@@ -1,11 +1,13 @@
-"""Looks up the rows of a sharded table: ids travel to the ranks that have their rows, and the rows return.
+"""Looks up the rows of sharded tables: ids travel to the ranks that have their rows, and the rows return.
 
 In the backward pass, the gradients of rows travel as the ids did. A rank so receives the gradients of its rows from all
 ranks; the gradient of its shard is their sum.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -19,47 +21,49 @@ from hvdtrain.errors import DataError
 _UNKNOWN_ID = "the ids of a table must be from 0 to"
 
 
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What this rank has of a sharded table."""
+
+    rows: tf.Variable
+    shard: RowShard
+    name: str
+    """For messages; the same on every rank."""
+
+
 def look_up(
-    table: tf.Variable,
-    ids: tf.Tensor,
-    shard: RowShard,
+    tables: Sequence[Table],
+    ids: Sequence[tf.Tensor],
     collectives: Collectives,
     *,
-    name: str,
     dtype: str,
     gradient_weight: GradientWeight = lambda: None,
-) -> tf.Tensor:
-    """The rows of a table. All ranks must call it, each with its own ids, of which there may be none.
+) -> list[tf.Tensor]:
+    """The rows of equally wide tables, in one exchange. All ranks must call it, each with its own ids, if any.
 
     Each distinct id of a rank is sent once, and its row returns once.
 
     Args:
-        table: this rank's rows.
-        ids: integers, shape ``[n]``.
-        name: of the table, for messages; the same on every rank.
-        dtype: of the result, in which rows are sent.
+        tables: on the same ranks, and with the same dtype.
+        ids: for each table: integers, shape ``[n]``.
+        dtype: of the results, in which rows are sent.
         gradient_weight: while the backward pass is traced: the weight by which this rank's gradients count.
 
     Returns:
-        Shape ``[n, width]``.
+        For each table: shape ``[n, width]``.
 
     Raises:
         tf.errors.InvalidArgumentError: on every rank, when it runs: an id is out of range (:func:`unknown_id_error`).
     """
-    call = unique_name(f"hvdtrain_rows_{_plain(name)}")
-    distinct, positions = tf.unique(ids)
-    is_unknown = (distinct < 0) | (distinct >= shard.shape[0])
-    # It is sent to all ranks before the ids, so that all raise its error.
-    unknown = _first_unknown(distinct, is_unknown)
-    distinct = tf.where(is_unknown, tf.zeros_like(distinct), distinct)
-    owners = tf.cast(distinct % shard.num_ranks, tf.int32)
-    by_owner = tf.dynamic_partition(tf.range(tf.size(distinct)), owners, shard.num_ranks)
+    call = unique_name(f"hvdtrain_rows_{_plain(tables[0].name)}")
+    num_ranks, width = tables[0].shard.num_ranks, tables[0].shard.shape[1:]
+    asking = _Asking.for_rows(tables, ids)
+    by_owner = tf.dynamic_partition(tf.range(tf.size(asking.owners)), asking.owners, num_ranks)
     num_sent = tf.stack([tf.size(each) for each in by_owner])
-    places = tf.gather(tf.math.invert_permutation(tf.concat(by_owner, 0)), positions)
-    rows = distinct // shard.num_ranks
-    messages = [part for each in by_owner for part in (unknown, tf.gather(rows, each))]
-    received, lengths = collectives.exchange_parts(tf.concat(messages, 0), num_sent + 1, f"{call}_ids")
-    asked, num_asked = _without_first_of_each(received, lengths, shard, name), lengths - 1
+    places = tf.gather(tf.math.invert_permutation(tf.concat(by_owner, 0)), asking.positions)
+    messages = [part for each in by_owner for part in (asking.unknown, tf.gather(asking.rows, each))]
+    received, lengths = collectives.exchange_parts(tf.concat(messages, 0), num_sent + len(tables), f"{call}_ids")
+    asked, num_asked = _without_unknown(received, lengths, tables), lengths - len(tables)
 
     @tf.custom_gradient
     def answers(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
@@ -70,12 +74,62 @@ def look_up(
             if (weight := gradient_weight()) is not None:
                 upstream *= tf.cast(weight, own.dtype)
             sums = tf.math.unsorted_segment_sum(upstream, places, tf.reduce_sum(num_sent))
-            sums = tf.ensure_shape(sums, [None, *shard.shape[1:]])
+            sums = tf.ensure_shape(sums, [None, *width])
             return collectives.exchange_parts(sums, num_sent, f"{call}_gradients")[0]
 
         return tf.gather(answered, places), gradient
 
-    return answers(tf.gather(table, asked))
+    return tf.split(answers(_own_rows(tables, asked)), [tf.size(each) for each in ids], num=len(ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asking:
+    """The rows that this rank asks for: distinct ones, of all tables in order."""
+
+    owners: tf.Tensor
+    """The rank that has each row."""
+    rows: tf.Tensor
+    """The number of each row on its owner, where the rows of all tables are counted through."""
+    positions: tf.Tensor
+    """For each id: the number of its row among those that are asked for."""
+    unknown: tf.Tensor
+    """For each table: the first id that is out of range; 0 if there is none. It is sent to all ranks before the rows,
+    so that all raise its error."""
+
+    @classmethod
+    def for_rows(cls, tables: Sequence[Table], ids: Sequence[tf.Tensor]) -> "_Asking":
+        is_long = any(each.dtype == tf.int64 for each in ids) or _first_rows(tables)[-1] > tf.int32.max
+        owners, rows, positions, unknown, count = [], [], [], [], tf.constant(0)
+        for table, first_row, each in zip(tables, _first_rows(tables), ids, strict=False):
+            distinct, own_positions = tf.unique(tf.cast(each, tf.int64 if is_long else tf.int32))
+            is_unknown = (distinct < 0) | (distinct >= table.shard.shape[0])
+            unknown.append(_first_unknown(distinct, is_unknown))
+            distinct = tf.where(is_unknown, tf.zeros_like(distinct), distinct)
+            owners.append(tf.cast(distinct % table.shard.num_ranks, tf.int32))
+            rows.append(distinct // table.shard.num_ranks + first_row)
+            positions.append(own_positions + count)
+            count += tf.size(distinct)
+        return cls(*(tf.concat(each, 0) for each in (owners, rows, positions, unknown)))
+
+
+def _first_rows(tables: Sequence[Table]) -> list[int]:
+    """The number of each table's first row on a rank, where the rows of all tables are counted through; and the
+    total."""
+    return list(itertools.accumulate((each.shard.num_rows for each in tables), initial=0))
+
+
+def _own_rows(tables: Sequence[Table], asked: tf.Tensor) -> tf.Tensor:
+    """This rank's rows with these numbers, in order."""
+    if len(tables) == 1:
+        return tf.gather(tables[0].rows, asked)
+    first_rows = tf.constant(_first_rows(tables)[:-1], asked.dtype)
+    numbers = tf.searchsorted(first_rows, asked, side="right") - 1
+    places = tf.dynamic_partition(tf.range(tf.size(asked)), numbers, len(tables))
+    rows = [
+        tf.gather(table.rows, tf.gather(asked, place) - first_row)
+        for table, place, first_row in zip(tables, places, tf.unstack(first_rows), strict=True)
+    ]
+    return tf.dynamic_stitch(places, rows)
 
 
 def require_known(ids: tf.Tensor, num_rows: int, name: str) -> tf.Tensor:
@@ -118,16 +172,20 @@ def _first_unknown(ids: tf.Tensor, is_unknown: tf.Tensor) -> tf.Tensor:
     return tf.concat([tf.boolean_mask(ids, is_unknown), tf.zeros([1], ids.dtype)], 0)[:1]
 
 
-def _without_first_of_each(received: tf.Tensor, lengths: tf.Tensor, shard: RowShard, name: str) -> tf.Tensor:
+def _without_unknown(received: tf.Tensor, lengths: tf.Tensor, tables: Sequence[Table]) -> tf.Tensor:
     """The rows that ranks ask for, once none of them has sent an id that is out of range."""
-    firsts = tf.cumsum(lengths, exclusive=True)
+    firsts = tf.cumsum(lengths, exclusive=True)[:, tf.newaxis] + tf.range(len(tables))
     unknown = tf.gather(received, firsts)
     is_row = tf.tensor_scatter_nd_update(
-        tf.ones_like(received, tf.bool), firsts[:, tf.newaxis], tf.zeros_like(firsts, tf.bool)
+        tf.ones_like(received, tf.bool), tf.reshape(firsts, [-1, 1]), tf.zeros(tf.size(firsts), tf.bool)
     )
-    rank = tf.argmax(tf.cast(unknown != 0, tf.int32))
-    check = _assert_known(tf.reduce_all(unknown == 0), unknown[rank], rank, shard.shape[0], name)
-    with tf.control_dependencies([check]):
+    checks = []
+    for number, table in enumerate(tables):
+        of_ranks = unknown[:, number]
+        rank = tf.argmax(tf.cast(of_ranks != 0, tf.int32))
+        is_known = tf.reduce_all(of_ranks == 0)
+        checks.append(_assert_known(is_known, of_ranks[rank], rank, table.shard.shape[0], table.name))
+    with tf.control_dependencies(checks):
         return tf.boolean_mask(received, is_row)
 
 

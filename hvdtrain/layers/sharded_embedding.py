@@ -1,6 +1,6 @@
 """``hvdtrain.layers.ShardedEmbedding``: ``keras.layers.Embedding`` with each row on one rank only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import keras
@@ -10,7 +10,7 @@ from hvdtrain.config import exclusions
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.initial_seeds import InitialSeed, keep_seed
-from hvdtrain.distributed.row_lookup import look_up, require_known
+from hvdtrain.distributed.row_lookup import Table, look_up, require_known
 from hvdtrain.distributed.row_shards import RowShard
 from hvdtrain.distributed.shards import mark_part
 from hvdtrain.errors import UsageError
@@ -108,6 +108,12 @@ class ShardedEmbedding(keras.layers.Embedding):
 
     def call(self, inputs: Any) -> Any:
         """The rows of ids, or their sums or means. All ranks must call it."""
+        ids, result_of = self.request(inputs)
+        (rows,) = rows_of([self], [ids])
+        return result_of(rows)
+
+    def request(self, inputs: Any) -> tuple[tf.Tensor, Callable[[tf.Tensor], Any]]:
+        """The ids of inputs as a vector, and what makes the layer's output from their rows."""
         if isinstance(inputs, tf.SparseTensor):
             raise UsageError(
                 f"ids must be dense or a tf.RaggedTensor. Received: a tf.SparseTensor in {self.name!r}. Convert it by "
@@ -116,12 +122,12 @@ class ShardedEmbedding(keras.layers.Embedding):
         ids = inputs if isinstance(inputs, tf.RaggedTensor) else tf.convert_to_tensor(inputs)
         ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
         if self.combiner is not None:
-            return self._combined(ids)
+            return self._pooled_request(ids)
         if isinstance(ids, tf.RaggedTensor):
-            return ids.with_flat_values(self._rows_of(ids.flat_values))
-        rows = self._rows_of(tf.reshape(ids, [-1]))
-        return tf.ensure_shape(
-            tf.reshape(rows, tf.concat([tf.shape(ids), [self.output_dim]], 0)), [*ids.shape, self.output_dim]
+            return ids.flat_values, ids.with_flat_values
+        shape = tf.concat([tf.shape(ids), [self.output_dim]], 0)
+        return tf.reshape(ids, [-1]), lambda rows: tf.ensure_shape(
+            tf.reshape(rows, shape), [*ids.shape, self.output_dim]
         )
 
     def compute_output_shape(self, input_shape: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -177,24 +183,8 @@ class ShardedEmbedding(keras.layers.Embedding):
                 "Save the model in a block of hvdtrain.layers.whole_tables(model), or use hvdtrain.Checkpointer."
             )
 
-    def _rows_of(self, ids: tf.Tensor) -> tf.Tensor:
-        """The rows of a vector of ids."""
-        if self._shard.num_ranks == 1:
-            known = require_known(ids, self.input_dim, self.name)
-            return tf.cast(tf.gather(self._embeddings.value, known), self.compute_dtype)
-        scope = step_scope()
-        return look_up(
-            self._embeddings.value,
-            ids,
-            self._shard,
-            self._collectives,
-            name=self.name,
-            dtype=self.compute_dtype,
-            **({} if scope is None else {"gradient_weight": scope.gradient_weight}),
-        )
-
-    def _combined(self, ids: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
-        """The sum or mean of the rows of each sample."""
+    def _pooled_request(self, ids: tf.Tensor | tf.RaggedTensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        """The request whose result are the sums or means of the rows of each sample."""
         if isinstance(ids, tf.RaggedTensor):
             if ids.shape.rank != 2:
                 raise UsageError(f"ragged ids must have 2 dimensions with a combiner. Received: {ids.shape.rank}")
@@ -206,13 +196,21 @@ class ShardedEmbedding(keras.layers.Embedding):
         if self.padding_id is not None:
             is_id = flat != self.padding_id
             flat, samples = tf.boolean_mask(flat, is_id), tf.boolean_mask(samples, is_id)
-        rows = self._rows_of(flat)
-        pooled = tf.math.unsorted_segment_sum(rows, samples, num_samples)
-        if self.combiner == "mean":
-            counts = tf.math.unsorted_segment_sum(tf.ones_like(samples), samples, num_samples)
-            pooled /= tf.cast(tf.maximum(counts, 1), pooled.dtype)[:, tf.newaxis]
-        pooled = tf.reshape(pooled, tf.concat([outer, tf.constant([self.output_dim], outer.dtype)], 0))
-        return tf.ensure_shape(pooled, [*ids.shape[:-1], self.output_dim])
+
+        def pooled(rows: tf.Tensor) -> tf.Tensor:
+            sums = tf.math.unsorted_segment_sum(rows, samples, num_samples)
+            if self.combiner == "mean":
+                counts = tf.math.unsorted_segment_sum(tf.ones_like(samples), samples, num_samples)
+                sums /= tf.cast(tf.maximum(counts, 1), sums.dtype)[:, tf.newaxis]
+            sums = tf.reshape(sums, tf.concat([outer, tf.constant([self.output_dim], outer.dtype)], 0))
+            return tf.ensure_shape(sums, [*ids.shape[:-1], self.output_dim])
+
+        return flat, pooled
+
+    def _own_rows(self, ids: tf.Tensor) -> tf.Tensor:
+        """The rows of a vector of ids, on one rank."""
+        known = require_known(ids, self.input_dim, self.name)
+        return tf.cast(tf.gather(self._embeddings.value, known), self.compute_dtype)
 
     def _rows(self, seed: int, dtype: str) -> tf.Tensor:
         return draw_rows(self.embeddings_initializer, seed, self._shard, dtype)
@@ -220,3 +218,22 @@ class ShardedEmbedding(keras.layers.Embedding):
     def _draw(self, seed: int) -> None:
         """Replaces the initial rows by those of another seed."""
         self._embeddings.assign(self._rows(seed, self._embeddings.dtype))
+
+
+def rows_of(layers: Sequence[ShardedEmbedding], ids: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The rows of equally wide tables, for a vector of ids of each, in one exchange. All ranks must call it.
+
+    Args:
+        layers: built, and of the same dtypes.
+    """
+    first = layers[0]
+    if first._shard.num_ranks == 1:
+        return [each._own_rows(vector) for each, vector in zip(layers, ids, strict=True)]
+    scope = step_scope()
+    return look_up(
+        [Table(each._embeddings.value, each._shard, each.name) for each in layers],
+        ids,
+        first._collectives,
+        dtype=first.compute_dtype,
+        **({} if scope is None else {"gradient_weight": scope.gradient_weight}),
+    )

@@ -24,7 +24,7 @@ from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.snapshot import host_array
 from hvdtrain.errors import DataError, DivergenceError, NonFiniteError, StoppedEarly, UnequalError, UsageError
-from hvdtrain.layers import ShardedEmbedding, whole_tables
+from hvdtrain.layers import EmbeddingGroup, ShardedEmbedding, whole_tables
 from hvdtrain.training.equality import step_check
 
 ROWS, WIDTH, IDS = 53, 6, 5
@@ -359,6 +359,75 @@ def test_one_table_looked_up_twice_in_a_step():
     assert relative_difference(whole_values(model.weights), values(single.weights)) < 1e-10
 
 
+def grouped_model(kind, pooled, join) -> keras.Model:
+    """Five features, in four tables of two widths; one table is that of two features."""
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((IDS,), dtype="int32")
+    shared = kind(ROWS, WIDTH, name="shared")
+    tables = [
+        shared,
+        kind(ROWS + 4, WIDTH + 2, name="wide"),
+        pooled(ROWS, WIDTH, combiner="mean", padding_id=0, name="pooled"),
+        shared,
+        kind(ROWS, WIDTH + 2, name="other"),
+    ]
+    rows = join(tables, [ids[:, 0], ids[:, 1], ids[:, 1:], ids[:, 2], ids[:, 3] + 0 * ids[:, 4]])
+    return keras.Model(ids, layers.Dense(NUM_CLASSES, name="logits")(layers.concatenate(rows)))
+
+
+def test_tables_in_a_group_exchange_rows_together(folder, monkeypatch):
+    def together(tables, ids):
+        return EmbeddingGroup(tables, name="group")(ids)
+
+    def one_by_one(tables, ids):
+        return [table(each) for table, each in zip(tables, ids, strict=True)]
+
+    exchanges, exchange = [], COLLECTIVES.exchange_parts
+    monkeypatch.setattr(
+        COLLECTIVES, "exchange_parts", lambda *given: exchanges.append(given[2]) or exchange(*given), raising=False
+    )
+    with float64():
+        model = grouped_model(ShardedEmbedding, ShardedEmbedding, together)
+        model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), loss(), run_eagerly=True)
+        hvdtrain.broadcast(model)
+        single = grouped_model(layers.Embedding, Pooled, one_by_one)
+        paths = [each.path.split("/")[-2:] for each in model.weights]
+        in_order = {tuple(each.path.split("/")[-2:]): each for each in single.weights}
+        single.set_weights([whole_values(model.weights)[paths.index([*each])] for each in in_order])
+        single.compile(
+            hvdtrain.DistributedOptimizer(keras.optimizers.Adagrad(0.1), collectives=SingleProcessCollectives()), loss()
+        )
+        model.fit(X[RANK:240:SIZE], Y[RANK:240:SIZE], batch_size=GLOBAL_BATCH // SIZE, shuffle=False, verbose=0)
+        single.fit(X[:240], Y[:240], batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
+    trained = whole_values(model.weights)
+    assert relative_difference(trained, [in_order[(*each,)].numpy() for each in paths]) < 1e-10
+    # Ids, rows and gradients, for each of two widths; the check of a step makes some of its own.
+    assert SIZE == 1 or (len(exchanges) > 60 and len(exchanges) % 6 == 0)
+    with whole_tables(model):
+        if RANK == 0:
+            model.save(folder / "grouped.keras")
+    if RANK == 0:
+        loaded = on_one_rank(lambda: keras.models.load_model(folder / "grouped.keras", compile=False))
+        assert all(map(np.array_equal, values(loaded.weights), trained))
+        kinds = [type(each) for each in loaded.get_layer("group").tables]
+        assert SIZE == 1 or kinds == [layers.Embedding, layers.Embedding, ShardedEmbedding, *[layers.Embedding] * 2]
+
+
+def test_a_group_names_the_table_of_an_unknown_id():
+    group = EmbeddingGroup({"b": ShardedEmbedding(ROWS, WIDTH, name="b"), "a": ShardedEmbedding(9, WIDTH, name="a")})
+    ids = {"a": tf.range(RANK), "b": tf.constant([[ROWS - 1], [0]])}  # rank 0 asks for nothing of one
+    rows = group(ids)
+    assert rows["a"].shape == (RANK, WIDTH)
+    table = whole_values(group.tables["b"].weights)[0]
+    assert np.array_equal(rows["b"], table[[[ROWS - 1], [0]]])
+    ids["a" if RANK == SIZE - 1 else "b"] = tf.constant([[8]])
+    ids["b"] = tf.constant([[ROWS if RANK == SIZE - 1 else 0]])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received: {ROWS} in b on rank {SIZE - 1}"):
+        group(ids)
+    with pytest.raises(UsageError, match=r"a dict of ids for \['a', 'b'\]. Received: <class 'list'>"):
+        group([ids["a"], ids["b"]])
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
 def test_mixed_precision(policy):
     with dtype_policy(policy):
@@ -540,6 +609,8 @@ REFUSED = [
     (lambda: ShardedEmbedding(9, 2, combiner="max"), "combiner must be"),
     (lambda: ShardedEmbedding(9, 2, padding_id=0), "padding_id needs"),
     (lambda: ShardedEmbedding(9, 2, combiner="sum", mask_zero=True), "mask_zero excludes"),
+    (lambda: EmbeddingGroup([layers.Dense(3)]), "a group must consist of.*Dense"),
+    (lambda: EmbeddingGroup({}), "Received: none"),
     (lambda: ShardedEmbedding(9, 2, "orthogonal"), "must draw each row by itself.*Orthogonal"),
 ]
 
