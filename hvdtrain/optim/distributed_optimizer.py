@@ -31,6 +31,7 @@ from hvdtrain.optim.keras_calls import call_pipeline
 from hvdtrain.optim.made_steps import count_steps_of
 from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
 from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
+from hvdtrain.optim.sparse_adagrad import sparse_update_step
 from hvdtrain.optim.step_reduction import StepReduction
 from hvdtrain.optim.table_gradients import clip_with_tables
 from hvdtrain.seams import keras_internals
@@ -136,7 +137,8 @@ def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -
     Args:
         ema_ramp: whether the momentum of the EMA rises to its final value.
     """
-    optimizer.update_step = fused_update_step(optimizer)
+    for improved in (fused_update_step, sparse_update_step):
+        optimizer.update_step = improved(optimizer)
     on_parts = None if reduction.sharded is None else shard_state(optimizer, reduction.sharded)
     clip = clip_with_tables(optimizer, reduction.sums, keras_internals.CLIP.of(optimizer))
     average = keras_internals.AVERAGE.of(optimizer) if on_parts is None else on_parts.average

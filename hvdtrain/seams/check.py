@@ -50,6 +50,8 @@ def require_known_keras() -> None:
         model.train_step((keras.ops.convert_to_tensor(x), keras.ops.convert_to_tensor(y)))
     with_momentums = keras.optimizers.RMSprop(momentum=0.9)
     with_momentums.build(model.trainable_variables)
+    with_accumulators = keras.optimizers.Adagrad()
+    with_accumulators.build(model.trainable_variables)
     embedding = keras.layers.Embedding(2, 1)
     embedding.build()
     owners = {
@@ -61,6 +63,7 @@ def require_known_keras() -> None:
         "CompileMetrics": names.COMPILED_METRICS.of(model),
         "Optimizer": optimizer,
         "RMSprop": with_momentums,
+        "Adagrad": with_accumulators,
     }
     for seam in names.SEAMS:
         seam.of(owners[seam.owner])

@@ -34,6 +34,7 @@ TRAINABLE_VARIABLES = Seam("Optimizer", "_trainable_variables", "lists what an o
 VARIABLES = Seam("Optimizer", "_variables", "holds what an interrupted step may have changed")
 ACCUMULATED_GRADIENTS = Seam("Optimizer", "_accumulated_gradients", "holds what an interrupted step may have changed")
 MOMENTUMS = Seam("RMSprop", "_momentums", "is scaled with the learning rate")
+ACCUMULATORS = Seam("Adagrad", "_accumulators", "is updated at the rows of a sparse gradient")
 VARIABLE_KEY = Seam("Optimizer", "_var_key", "identifies a variable")
 VARIABLE_INDEX = Seam("Optimizer", "_get_variable_index", "finds the state of a variable", is_called=True)
 USE_WEIGHT_DECAY = Seam("Optimizer", "_use_weight_decay", "decides which variables decay", is_called=True)

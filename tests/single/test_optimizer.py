@@ -67,6 +67,26 @@ class ScaledSGD(keras.optimizers.SGD):
         super().update_step(gradient, variable, 2 * learning_rate)
 
 
+def five_steps(optimizer, dtype):
+    """With a dense and a sparse variable; the bytes of all variables, and the operations of a step."""
+    rng = np.random.default_rng(3)
+    dense = keras.Variable(rng.normal(size=(7, 5)), dtype=dtype)
+    table = keras.Variable(rng.normal(size=(9, 4)), dtype=dtype)
+    optimizer.build([dense, table])
+
+    @tf.function
+    def step(gradient, rows, values):
+        sparse = tf.IndexedSlices(values, rows, tf.constant([9, 4]))
+        optimizer.apply([gradient, sparse], [dense, table])
+
+    for _ in range(5):
+        gradient, values = (tf.constant(rng.normal(size=shape), dtype) for shape in ((7, 5), (3, 4)))
+        step(gradient, tf.constant([8, 0, 3]), values)
+    operations = step.get_concrete_function(gradient, tf.constant([8, 0, 3]), values).graph.get_operations()
+    weights = [dense, table, *optimizer.variables]
+    return [keras.ops.convert_to_numpy(each).tobytes() for each in weights], operations
+
+
 @pytest.mark.parametrize(
     ("make", "dtype", "is_fused"),
     [
@@ -80,33 +100,36 @@ class ScaledSGD(keras.optimizers.SGD):
     ],
 )
 def test_the_fused_update_of_sgd_with_momentum_is_bit_identical(make, dtype, is_fused):
-    """A dense and a sparse variable, five steps."""
-
-    def steps(optimizer):
-        rng = np.random.default_rng(3)
-        dense = keras.Variable(rng.normal(size=(7, 5)), dtype=dtype)
-        table = keras.Variable(rng.normal(size=(9, 4)), dtype=dtype)
-        optimizer.build([dense, table])
-
-        @tf.function
-        def step(gradient, rows, values):
-            sparse = tf.IndexedSlices(values, rows, tf.constant([9, 4]))
-            optimizer.apply([gradient, sparse], [dense, table])
-
-        for _ in range(5):
-            gradient, values = (tf.constant(rng.normal(size=shape), dtype) for shape in ((7, 5), (3, 4)))
-            step(gradient, tf.constant([8, 0, 3]), values)
-        operations = [
-            each.type for each in step.get_concrete_function(gradient, [8, 0, 3], values).graph.get_operations()
-        ]
-        weights = [dense, table, *optimizer.variables]
-        return [keras.ops.convert_to_numpy(each).tobytes() for each in weights], operations
-
-    expected, _ = steps(make())
-    found, operations = steps(hvdtrain.DistributedOptimizer(make()))
+    expected, _ = five_steps(make(), dtype)
+    found, operations = five_steps(hvdtrain.DistributedOptimizer(make()), dtype)
     assert found == expected
     # The sparse variable keeps Keras' own update.
-    assert operations.count("ResourceApplyKerasMomentum") == int(is_fused)
+    assert [each.type for each in operations].count("ResourceApplyKerasMomentum") == int(is_fused)
+
+
+class SlowAdagrad(keras.optimizers.Adagrad):
+    """A user's own update."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate / 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "uses_rows"),
+    [
+        (keras.optimizers.Adagrad, "float32", True),
+        (partial(keras.optimizers.Adagrad, 0.1, weight_decay=0.01, epsilon=1e-3), "float32", True),
+        (partial(keras.optimizers.Adagrad, keras.optimizers.schedules.CosineDecay(0.1, 5)), "float64", True),
+        (keras.optimizers.Adagrad, "bfloat16", True),
+        (SlowAdagrad, "float32", False),
+    ],
+)
+def test_adagrad_takes_roots_of_the_rows_of_a_sparse_gradient(make, dtype, uses_rows):
+    expected, _ = five_steps(make(), dtype)
+    found, operations = five_steps(hvdtrain.DistributedOptimizer(make()), dtype)
+    assert found == expected
+    roots = [each.outputs[0].shape for each in operations if each.type == "Sqrt" and each.outputs[0].shape.rank == 2]
+    assert (tf.TensorShape([9, 4]) in roots) is not uses_rows
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
