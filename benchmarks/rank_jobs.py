@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 _MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np"]
@@ -14,9 +15,15 @@ def tell(measured: dict[str, Any]) -> None:
     print(_MARK + json.dumps(measured), flush=True)
 
 
-def measured_on_ranks(ranks: int, script: str, *arguments: str) -> list[dict[str, Any]]:
-    """Runs a script under ``mpirun``; returns what its ranks have told, by rank. Exits if one of them failed."""
-    command = [*_MPIRUN, str(ranks), sys.executable, script, *arguments]
+def measured_on_ranks(
+    ranks: int, script: str, *arguments: str, launcher: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Runs a script on ranks; returns what they have told, by rank. Exits if one of them failed.
+
+    Args:
+        launcher: the command that starts it (default: ``mpirun`` on this host).
+    """
+    command = [*(launcher or [*_MPIRUN, str(ranks)]), sys.executable, script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     # Ranks write at the same time, sometimes in the same line.
     found = [json.JSONDecoder().raw_decode(part)[0] for part in done.stdout.split(_MARK)[1:]]

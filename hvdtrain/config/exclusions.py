@@ -251,6 +251,7 @@ RULES: Sequence[Excludes | Needs] = (
     # Sharded tables.
     *_excludes(SHARDED_TABLE, LOCAL, why="a rank asks the others for rows in every step"),
     *_excludes(SHARDED_TABLE, QUORUM, why="a late rank does not communicate in the forward pass"),
+    *_excludes(SHARDED_TABLE, BALANCE, why="ranks wait for each other in lookups, which hides the time of each"),
     *_excludes(SHARDED_TABLE, JIT_COMPILE, why="XLA cannot compile the exchange of rows"),
     *_excludes(SHARDED_TABLE, ADASUM, why="Adasum combines whole gradients"),
     *_excludes(SHARDED_TABLE, SHARDED_OPTIMIZER, why="the state of a table is on the rank of its rows already"),

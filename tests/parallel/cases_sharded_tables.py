@@ -1,6 +1,7 @@
 """On all ranks: a model with sharded tables trains as one process does with keras.layers.Embedding."""
 
 import contextlib
+import shutil
 
 import keras
 import numpy as np
@@ -19,7 +20,7 @@ from hvdtrain.data import Arrays
 from hvdtrain.distributed import replica_consistency, row_shards, runtime
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.replica_consistency import weights_sha256
-from hvdtrain.distributed.row_shards import RowShard, whole_of_rows
+from hvdtrain.distributed.row_shards import RowShard, whole_of_rows, write_rows
 from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.snapshot import host_array
@@ -465,6 +466,87 @@ def test_a_nan_is_found_on_every_rank():
         rows.value.scatter_update(tf.IndexedSlices(tf.fill([1, WIDTH], np.nan), tf.constant([0])))
     with pytest.raises(NonFiniteError):
         trainer.fit()
+
+
+@pytest.mark.parametrize("bad_row", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_step_that_is_not_finite_is_skipped_by_the_ranks_of_all_rows(bad_row):
+    """Either a row that one rank has is bad, or a sample of one rank: the others learn of it by gradients only."""
+    part = GLOBAL_BATCH // SIZE
+    order = np.random.Generator(np.random.Philox([5, 0])).permutation(240)
+    bad = order[2 * GLOBAL_BATCH + (SIZE - 1) * part]
+    ids, labels = X[:240].copy(), Y[:240].astype(np.float32)
+    ids[ids == ROWS - 1] = 0
+    if bad_row:
+        ids[bad, 0] = ROWS - 1
+    else:
+        labels[bad] = np.nan
+
+    def squares(y_true, y_pred):
+        return tf.reduce_sum(y_pred**2, -1) + 0 * tf.reshape(y_true, [-1])
+
+    def run():
+        model = make_model()
+        model.compile(keras.optimizers.Adagrad(0.1), squares)
+        shard = row_shard_of(model.layers[1].weights[0])
+        if bad_row and (shard is None or (ROWS - 1) % SIZE == RANK):
+            row = ROWS - 1 if shard is None else (ROWS - 1) // SIZE
+            write_rows(model.layers[1].weights[0], row, np.full([1, WIDTH], np.nan, np.float32))
+        batch = part if shard is not None or SIZE == 1 else GLOBAL_BATCH
+        return model, make_trainer(
+            model, Arrays(ids, labels), batch_size=batch, steps=8, seed=5, on_nan="skip", on_unequal="ignore"
+        ).fit()
+
+    model, summary = run()
+    single, expected = on_one_rank(run)
+    assert summary["skipped_steps"] == expected["skipped_steps"] == 1
+    used = [each[:-1] if i == 0 else each for i, each in enumerate(whole_values(model.weights))]
+    theirs = [each[:-1] if i == 0 else each for i, each in enumerate(values(single.weights))]
+    assert all(np.isfinite(each).all() for each in used)
+    assert relative_difference(used, theirs) < 1e-4
+
+
+def test_compression_leaves_rows_as_they_are():
+    """The gradients of other layers are compressed; rows travel in the dtype of the table."""
+    model = make_model()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), compression="fp16"), loss())
+    hvdtrain.broadcast(model)
+    single = make_model(layers.Embedding)
+    single.set_weights(whole_values(model.weights))
+    single.compile(
+        hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1), collectives=SingleProcessCollectives()), loss()
+    )
+    model.fit(X[RANK:24:SIZE], Y[RANK:24:SIZE], batch_size=GLOBAL_BATCH // SIZE, verbose=0)
+    single.fit(X[:24], Y[:24], batch_size=GLOBAL_BATCH, verbose=0)
+    ours, theirs = whole_values(model.weights), values(single.weights)
+    assert relative_difference(ours[:1], theirs[:1]) < 1e-6
+    assert 0 < relative_difference(ours[1:], theirs[1:]) < 1e-2 or SIZE == 1
+
+
+def test_the_callback_saves_and_restores_rows(folder):
+    def fitted(epochs, seed=7):
+        model = make_model(seed=seed)
+        model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.02)), loss())
+        hvdtrain.broadcast(model)
+        made = []
+        callbacks = [
+            hvdtrain.callbacks.Checkpoint(folder, every="epoch"),
+            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: made.append(epoch)),
+        ]
+        part = {"x": X[RANK:240:SIZE], "y": Y[RANK:240:SIZE], "batch_size": GLOBAL_BATCH // SIZE, "shuffle": False}
+        history = model.fit(**part, epochs=epochs, verbose=0, callbacks=hvdtrain.callbacks.distributed(callbacks))
+        return model, history.history["loss"], made
+
+    fitted(2)
+    keras.utils.clear_session()
+    resumed, losses, made = fitted(4, seed=300 + RANK)
+    assert made == [2, 3]
+    shutil.rmtree(folder) if RANK == 0 else None
+    COLLECTIVES.barrier()
+    keras.utils.clear_session()
+    uninterrupted, all_losses, _ = fitted(4)
+    assert losses == all_losses
+    ours, theirs = ([*each.weights, *optimizer_variables(each)] for each in (resumed, uninterrupted))
+    assert all(map(np.array_equal, values(ours), values(theirs)))
 
 
 def test_evaluate_and_predict_on_uneven_shares():
