@@ -1,6 +1,7 @@
 """Options of the commands that train, evaluate and export."""
 
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -50,10 +51,17 @@ class RunConfig(TaskConfig):
     run_dir: str | None = None
     """Folder for everything that the run writes, or its URL (s3://bucket/run) (default: runs/<task>)."""
     autotune: bool = False
-    """Try --steps-per-execution and --groups on a copy of the model for some seconds, and use the fastest."""
+    """Try --steps-per-execution and --groups on copies of the model before the run, and use the fastest; the choice is
+    remembered. Reports what --jit-compile would gain."""
+    autotune_limit: float = 0.05
+    """The most time that --autotune may take, as a share of the run."""
     training: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     make_sample_data: str | None = dataclasses.field(default=None, metadata=NOT_AN_OPTION)
     """Write small files of the task's format into this folder, which is new or empty, and exit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "autotune_limit", lambda value: math.isfinite(value) and value > 0, "a finite number above 0")
 
 
 @Parameter(name="*", group=help_group("Run"))

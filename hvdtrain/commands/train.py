@@ -9,7 +9,8 @@ import keras
 
 from hvdtrain.checkpoint.checkpointer import Checkpointer, Restored
 from hvdtrain.checkpoint.selection import RESUME
-from hvdtrain.commands import autotune
+from hvdtrain.commands.autotune.suggestion import suggestion
+from hvdtrain.commands.autotune.tuning import tune
 from hvdtrain.commands.building import (
     compile_plainly,
     local_data_dir,
@@ -73,7 +74,7 @@ def run(config: RunConfig | None, refused: HvdtrainError | None) -> int:
         if session.coordinator is not None:
             config = _for_changing_ranks(config, session.coordinator.start_size)
         if config.autotune:
-            config = autotune.tune(config, task, data, session)
+            config = tune(config, task, data, session)
         run_dir, prints_every_line = run_dir_of(config.run_dir, config.task), "log_every" in config.explicitly_set
         directory = on_every_rank(
             lambda: open_run_directory(session.rank, run_dir, prints_every_line=prints_every_line), collectives
@@ -174,8 +175,11 @@ class Run:
         self.reporter.finished(summary)
         if self.directory.writes:
             name = shlex.quote(self.directory.name)
+            lines = [f"results: {name}", f"next: python -m hvdtrain eval --run-dir {name}, or compare {name}"]
+            if (faster := suggestion(config, summary, exclusions.facts_from(*collectives.conditions))) is not None:
+                lines.insert(0, faster)
             with contextlib.suppress(OSError):  # Output that cannot be written changes no exit code.
-                print(f"results: {name}\nnext: python -m hvdtrain eval --run-dir {name}, or compare {name}", flush=True)
+                print("\n".join(lines), flush=True)
 
     def _facts(self, trainer: Trainer) -> dict[str, Any]:
         config, plan, topology = self._config, trainer.plan, runtime.current().topology
@@ -277,7 +281,17 @@ def _changed_options(config: RunConfig, before: Mapping[str, Any]) -> list[str]:
         *as_dict(training.balancing),
         *as_dict(config.runtime),
         *as_dict(config.job_watch),
-        *("steps", "epochs", "eval_every", "seed", "steps_per_execution", "jit_compile", "autotune", "record"),
+        *(
+            "steps",
+            "epochs",
+            "eval_every",
+            "seed",
+            "steps_per_execution",
+            "jit_compile",
+            "autotune",
+            "autotune_limit",
+            "record",
+        ),
         *RANK_OPTIONS,
     }
     return [

@@ -22,6 +22,7 @@ from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.step_sums import StepSums
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.bounded_updates import update_in_groups
 from hvdtrain.optim.ema import moving_average_per_update, with_ramped_momentum
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.equal_start import EqualStart
@@ -149,7 +150,7 @@ def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -
         reduce=reduction,
         clip=clip if on_parts is None else on_parts.clip,
         decay=keras_internals.DECAY.of(optimizer) if on_parts is None else on_parts.decay,
-        update=keras_internals.UPDATE.of(optimizer) if on_parts is None else on_parts.update,
+        update=update_in_groups(optimizer) if on_parts is None else on_parts.update,
         average=with_ramped_momentum(optimizer, average) if ema_ramp else average,
         steps=EpochSteps(reduction.collectives),
         batches=KeptBatch(),

@@ -58,6 +58,7 @@ from hvdtrain.optim.pipeline import (
     unless_skipped,
     when_checked,
 )
+from hvdtrain.optim.short_steps import with_line_about_short_steps
 from hvdtrain.optim.step_reduction import already_reduced
 from hvdtrain.optim.table_gradients import are_tables, require_no_norms_of_tables, require_usable_with_tables
 from hvdtrain.seams import keras_internals
@@ -185,7 +186,9 @@ def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], An
 
 keras.losses.Loss.__call__ = _compute_loss_over_ranks
 keras.Model.make_train_function = _make_train_function_over_ranks
-keras.Model.fit = with_equal_ranks(with_unknown_ids(global_loss.with_loss_errors(keras.Model.fit)))
+keras.Model.fit = with_line_about_short_steps(
+    with_equal_ranks(with_unknown_ids(global_loss.with_loss_errors(keras.Model.fit)))
+)
 keras.Model.evaluate = with_values_over_ranks(with_unknown_ids(keras.Model.evaluate))
 keras.Model.predict = with_unknown_ids(keras.Model.predict)
 keras_internals.ADDITIONAL_LOSS.set(keras.Model, _add_share_of_loss)

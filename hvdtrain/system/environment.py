@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hvdtrain.system.cores import usable_cores
-from hvdtrain.system.launcher import Launcher, find_launcher
+from hvdtrain.system.launcher import Launcher, find_launcher, without_launcher
 
 # Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
 # Open MPI busy-polls: where ranks fill the cores, Horovod's background thread took a third of the
@@ -75,6 +75,12 @@ def launch_environment() -> dict[str, str]:
     if os.geteuid() == 0:
         env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
     return env
+
+
+def lone_process_environment() -> dict[str, str]:
+    """The environment for a process that this rank starts, which is no rank of its job."""
+    of_job = ("HVDTRAIN_ELASTIC", "HVDTRAIN_SUPERVISOR", "HVDTRAIN_RESTART")
+    return {name: value for name, value in without_launcher(os.environ).items() if not name.startswith(of_job)}
 
 
 @contextlib.contextmanager

@@ -81,3 +81,13 @@ def find_launcher(env: Mapping[str, str]) -> Launcher:
             one = each.name == "horovodrun --gloo" or env.get("OMPI_NUM_APP_CTX") == "1"
             return Launcher(each.name, rank, size or 1, number(each.local_size), bound, has_one_command=one)
     return Launcher("none", 0, 1, 1, False)
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is started by a rank, and trains alone."""
+    own = {name for each in _LAUNCHERS for names in (each.rank, each.size, each.local_size) for name in names}
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in own and not name.startswith(("OMPI_", "PMI", "HOROVOD_"))
+    }

@@ -162,6 +162,7 @@ def test_doctor_compares_hosts(lab):
     assert re.search(r"16 MiB +[\d.]+ ms +\d+ Mbit/s", done.output), done.output
     assert re.search(r"one connection from lab1 to lab2: \d+ Mbit/s", done.output), done.output
     assert re.search(r"slowest rank: [01] on lab[12], [\d.]+ times the median time", done.output), done.output
+    assert re.search(r"MPI polls: each rank keeps [\d.]+ cores busy .* horovodrun --gloo", done.output), done.output
 
 
 @pytest.mark.long

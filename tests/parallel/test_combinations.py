@@ -21,7 +21,7 @@ VALUES = {
     **{"warmup_steps": 2, "lr_decay_steps": 3, "lr_decay_epochs": 1, "steps": 4, "epochs": 1},
 }
 # --replay needs the record of another run, --average-across host several hosts, --autotune some minutes.
-LEFT_OUT = {"record", "replay", "average_across", "autotune"}
+LEFT_OUT = {"record", "replay", "average_across", "autotune", "autotune_limit"}
 CHOSEN = [each for each in OPTIONS if each.name in option_names(RunConfig) and each.name not in LEFT_OUT]
 # Without these, an option has its default; op and mode have several values.
 STEPS = Option("steps")

@@ -100,6 +100,8 @@ def found(ranks: int) -> dict:
     if ranks > 1:
         other = {**row, "mpi_seconds": 5e-4, "over_mpi": 2.0}
         made["network"] = {"allreduce": [row, other], "link_bits_per_second": {"b": 9.4e8, "c": None}}
+        made["network"] |= {"busy_cores": 0.98, "polling": "MPI polls: …"}
+        made["cases"][SYNC] = {**case, "cpu_seconds_per_step": case["cpu_seconds_per_step"] + 0.0123 * ranks}
     return made
 
 
@@ -114,6 +116,8 @@ def test_report(ranks, tmp_path):
         assert "recommended: --balance, about 1.50 times as many samples/s\n" in text
         assert "allreduce of 4 bytes: 1.000 ms, each rank sends 0 Mbit/s" in text
         assert "allreduce of 4 bytes: 1.000 ms, 2.00x the time of a bare MPI_Allreduce" in text
+        assert "communication: 12.3 ms of CPU time per rank and step; a rank in an allreduce uses 0.98 cores" in text
+        assert text.endswith("\nMPI polls: …")
         assert "one connection to b: 940 Mbit/s\none connection to c: cannot be reached over TCP" in text
     assert report.draw(found(ranks), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -105,3 +105,53 @@ def test_differing_hosts_are_reported(other, wrong, monkeypatch):
     assert "GPUs" in rows
     if "numpy" in wrong:
         assert " 1.0 on b" in findings[0].state
+
+
+class Links:
+    """Two ranks; each allreduce takes 10 ms, in which this one's process is busy for ``busy_s``, the other's twice."""
+
+    def __init__(self, busy_s=0.0, *, cross_size=2, is_mpi=True):
+        self.seconds, self.cpu_seconds = 0.0, 0.0
+        self.cross_size = cross_size
+        self._busy_s, self._is_mpi = busy_s, is_mpi
+
+    def barrier(self):
+        pass
+
+    def sum(self, values):
+        self.seconds += 0.01
+        self.cpu_seconds += self._busy_s
+
+    def allgather(self, value):
+        return [value, 2 * value]
+
+    def mpi_sum(self, array):
+        return array if self._is_mpi else None
+
+
+def test_cores_that_waiting_takes(monkeypatch):
+    from hvdtrain.commands.doctor import waiting
+
+    links = Links(busy_s=0.004)
+    clock = SimpleNamespace(perf_counter=lambda: links.seconds, process_time=lambda: links.cpu_seconds)
+    monkeypatch.setattr(waiting, "time", clock)
+    assert waiting.busy_cores(links) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("cores", "links", "polls"),
+    [
+        (0.98, Links(), True),
+        (0.98, Links(cross_size=1), False),
+        (0.98, Links(is_mpi=False), False),
+        (0.19, Links(), False),
+    ],
+)
+def test_polling_between_hosts_is_reported(cores, links, polls):
+    from hvdtrain.commands.doctor import waiting
+
+    line = waiting.advice(cores, links)
+    assert (line is not None) == polls
+    if line is not None:
+        assert line.startswith("MPI polls: each rank keeps 0.98 cores busy while an allreduce travels.")
+        assert "horovodrun --gloo" in line

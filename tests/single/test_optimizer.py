@@ -17,6 +17,7 @@ import hvdtrain
 from hvdtrain.data import Arrays
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.errors import UsageError
+from hvdtrain.optim import bounded_updates
 from hvdtrain.tasks import digits
 
 hvdtrain.init()
@@ -48,7 +49,7 @@ def test_all_of_keras_is_covered():
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_bit_identical_to_the_plain_optimizer(name):
+def test_bit_identical_to_the_plain_optimizer(name, monkeypatch):
     make = getattr(keras.optimizers, name)
     options = {"global_clipnorm": 0.5, "use_ema": True}
     try:
@@ -58,6 +59,68 @@ def test_bit_identical_to_the_plain_optimizer(name):
     initial = [variable.numpy().tobytes() for variable in make_model().weights]
     assert not set(initial) & set(expected), "plain Keras updated nothing"
     assert fitted(hvdtrain.DistributedOptimizer(make(**options))) == expected
+    if name not in ("Adam", "Lamb", "Muon", "Nadam"):
+        return
+    monkeypatch.setattr(bounded_updates, "GROUP_BYTES", 4)  # Every variable is a group.
+    assert fitted(hvdtrain.DistributedOptimizer(make(**options))) == expected
+
+
+@pytest.mark.parametrize(
+    ("group_bytes", "groups"), [(16 << 20, [{0, 1, 2, 3}]), (80, [{2, 3}, {1}, {0}]), (4, [{3}, {2}, {1}, {0}])]
+)
+def test_a_group_of_variables_is_updated_after_the_one_before(group_bytes, groups, monkeypatch):
+    """So that Adam's temporary tensors are those of one group."""
+    monkeypatch.setattr(bounded_updates, "GROUP_BYTES", group_bytes)
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam())
+    variables = make_model().trainable_variables
+    assert [4 * each.value.shape.num_elements() for each in variables] == [140, 28, 56, 8]
+    optimizer.build(variables)
+
+    @tf.function(autograph=False)
+    def step(*gradients):
+        optimizer.apply(list(gradients), variables)
+
+    graph = step.get_concrete_function(*(tf.zeros(each.shape) for each in variables)).graph
+    handles = {
+        id(inner): i
+        for i, each in enumerate(variables)
+        for outer, inner in graph.captures
+        if outer is each.value.handle
+    }
+    updates = {
+        handles[id(each.inputs[0])]: each
+        for each in graph.get_operations()
+        if each.type == "AssignSubVariableOp" and id(each.inputs[0]) in handles
+    }
+    assert updates.keys() == {0, 1, 2, 3}
+    place = {i: number for number, group in enumerate(groups) for i in group}
+    for i, update in updates.items():
+        before = operations_before(update)
+        assert {j for j, other in updates.items() if other in before} == {j for j in place if place[j] < place[i]}
+
+
+def operations_before(operation):
+    """All operations that end before this one begins."""
+    found, open_ones = set(), [operation]
+    while open_ones:
+        one = open_ones.pop()
+        more = {*(each.op for each in one.inputs), *one.control_inputs} - found
+        found |= more
+        open_ones += more
+    return found
+
+
+class UpdateOfAll(keras.optimizers.SGD):
+    """A user's own update of all variables together."""
+
+    def _backend_update_step(self, grads, trainable_variables, learning_rate):
+        assert len(grads) == 4
+        super()._backend_update_step(grads, trainable_variables, learning_rate)
+
+
+def test_an_update_of_all_variables_together_is_called_once(monkeypatch):
+    monkeypatch.setattr(bounded_updates, "GROUP_BYTES", 4)
+    assert fitted(hvdtrain.DistributedOptimizer(UpdateOfAll())) == fitted(keras.optimizers.SGD())
 
 
 class ScaledSGD(keras.optimizers.SGD):

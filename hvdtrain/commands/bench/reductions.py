@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.commands.doctor import waiting
 from hvdtrain.commands.doctor.network import link_speeds, median_s
 from hvdtrain.distributed.collectives import Collectives
 
@@ -37,4 +38,10 @@ def measure(collectives: Collectives) -> dict[str, Any]:
                 "sent_bits_per_second": 8 * share * size / seconds,
             }
         )
-    return {"allreduce": rows, "link_bits_per_second": link_speeds(collectives)}
+    cores = waiting.busy_cores(collectives)
+    return {
+        "allreduce": rows,
+        "link_bits_per_second": link_speeds(collectives),
+        "busy_cores": cores,
+        "polling": waiting.advice(cores, collectives),
+    }

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.bench.cases import ALONE, SYNC
+from hvdtrain.commands.bench.cases import ALONE, INDEPENDENT, SYNC
 from hvdtrain.commands.figures import make_figure
 from hvdtrain.commands.tables import aligned
 
@@ -46,8 +46,20 @@ def table(found: dict[str, Any]) -> str:
     for host, speed in found["network"]["link_bits_per_second"].items() if "network" in found else ():
         bandwidth = "cannot be reached over TCP" if speed is None else f"{speed / 1e6:.0f} Mbit/s"
         lines.append(f"one connection to {host}: {bandwidth}")
+    if "network" in found:
+        lines += _waiting(found)
     lines += [f"{_MARK} unsteady: {case['unsteady']}" for case in found["cases"].values() if case["unsteady"]]
     return "\n".join(lines)
+
+
+def _waiting(found: dict[str, Any]) -> list[str]:
+    """What communication costs in CPU time, and a remedy if MPI polls between hosts."""
+    sync, independent = (found["cases"][name]["cpu_seconds_per_step"] for name in (SYNC, INDEPENDENT))
+    cpu_ms = 1000 * (sync - independent) / found["ranks"]
+    busy = found["network"]["busy_cores"]
+    line = f"communication: {cpu_ms:.1f} ms of CPU time per rank and step; a rank in an allreduce uses {busy:.2f} cores"
+    polling = found["network"]["polling"]
+    return [line] if polling is None else [line, polling]
 
 
 def _straggler(skew: dict[str, Any] | None) -> list[str]:

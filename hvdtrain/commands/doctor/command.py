@@ -38,11 +38,15 @@ def main(arguments: Sequence[str]) -> int:
     comparison = ""
     if launcher.size > 1 and not any(finding.topic == "allreduce" and finding.remedy for finding in findings):
         # Imported late: TensorFlow and Horovod may be broken, and the checks above must still run.
-        from hvdtrain.commands.doctor import hosts, network, speed
+        from hvdtrain.commands.doctor import hosts, network, speed, waiting
+        from hvdtrain.distributed import runtime
 
         found, comparison = hosts.compare()
         findings += found
         comparison += "\n\n" + network.measure() + "\n" + speed.measure()
+        collectives = runtime.current().collectives
+        if (polling := waiting.advice(waiting.busy_cores(collectives), collectives)) is not None:
+            comparison += "\n" + polling
     if launcher.rank == 0:
         print(checks.table(findings) + comparison, flush=True)
     return 1 if any(finding.remedy for finding in findings) else 0
