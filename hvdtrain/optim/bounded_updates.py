@@ -42,7 +42,8 @@ def update_in_groups(optimizer: keras.optimizers.Optimizer) -> Update:
         before: list[tf.Variable] = []
         for group in groups_of_bounded_size(resources, GROUP_BYTES):
             members = [len(variables) - 1 - i for i in group]
-            with tf.control_dependencies([each.read_value() for each in before]):
+            # Reading a variable would copy it as a whole if its rows are updated in place.
+            with tf.control_dependencies([each.is_initialized() for each in before]):
                 update([gradients[i] for i in members], [variables[i] for i in members], learning_rate)
             before = [resources[i] for i in group]
 

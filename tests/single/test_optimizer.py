@@ -170,6 +170,16 @@ def test_the_fused_update_of_sgd_with_momentum_is_bit_identical(make, dtype, is_
     assert [each.type for each in operations].count("ResourceApplyKerasMomentum") == int(is_fused)
 
 
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, keras.optimizers.Adagrad])
+def test_a_table_with_sparse_gradients_is_never_read_as_a_whole(make, monkeypatch):
+    """TensorFlow would copy it in each step."""
+    monkeypatch.setattr(bounded_updates, "GROUP_BYTES", 4)
+    _, operations = five_steps(hvdtrain.DistributedOptimizer(make()), "float32")
+    read = [each.outputs[0].shape for each in operations if each.type == "ReadVariableOp"]
+    assert tf.TensorShape([9, 4]) not in read
+    assert "ResourceScatterSub" in [each.type for each in operations]
+
+
 class SlowAdagrad(keras.optimizers.Adagrad):
     """A user's own update."""
 
