@@ -76,7 +76,7 @@ class ParameterAverager:
             raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")
         build_optimizer(model)
         self._model = model
-        self._deterministic = deterministic
+        self._merges_when_complete = not deterministic and config.fragment_delay is None
         followed = averaged_variables.followed(model)
         if config.average_slots == "average":
             followed += averaged_variables.slots(model)
@@ -178,7 +178,7 @@ class ParameterAverager:
         """Whether an average is due to be merged in the middle of a round."""
         if self._config.fragment_delay is not None:
             return pending.steps_since >= self._config.fragment_delay
-        return not self._deterministic and pending.totals.is_done
+        return self._merges_when_complete and pending.totals.is_done
 
     def _step_wait_free(self, stop: bool) -> bool:
         if self._closing is None and (stop or self._steps >= self.every):
@@ -239,7 +239,8 @@ class ParameterAverager:
         }
 
     def state(self) -> dict[str, Any]:
-        """The state to save in a checkpoint that is common to all ranks."""
+        """The state to save in a checkpoint that is common to all ranks. May merge pending averages."""
+        self._merge_same()
         return {
             "fragments": [fragment.state() for fragment in self._fragments],
             "period": self._interval.state(),
@@ -249,7 +250,9 @@ class ParameterAverager:
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint, except variables. Waits for pending averages."""
+        """The state of this rank to save in a checkpoint, except variables. Waits for pending averages, and may merge
+        them."""
+        self._merge_same()
         return {
             "fragments": [fragment.rank_state() for fragment in self._fragments],
             "next": self._schedule.next,
@@ -259,6 +262,14 @@ class ParameterAverager:
             "bytes_reduced": self.bytes_reduced,
             "largest_round_bytes": self.largest_round_bytes,
         }
+
+    def _merge_same(self) -> None:
+        """Merges what other ranks may have merged already: a checkpoint has the same anchor for all ranks.
+
+        With wait_free, all ranks have merged the same averages at the end of a round.
+        """
+        if self._merges_when_complete and not self._config.wait_free:
+            self._merge_pending()
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
         """Restores what :meth:`state` and :meth:`rank_state` returned.

@@ -6,6 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.compiled import compiled
+
 BUCKET_BYTES = 32 << 20
 """The most bytes of one flat tensor, unless a single variable is larger."""
 
@@ -25,9 +27,9 @@ class FlatVariables:
                 members = [variable for variable in variables if _wire(variable) == wire]
                 self._add(members, wire)
             self.ends.append(len(self._buckets))
-        self.read = tf.function(self._read)
+        self.read = compiled(self._read)
         """Returns a copy of the values."""
-        self.assign = tf.function(self._assign)
+        self.assign = compiled(self._assign)
         """Overwrites the variables."""
 
     def _add(self, variables: Sequence[keras.Variable], wire: tf.DType) -> None:
