@@ -150,12 +150,15 @@ def test_a_round_sends_a_part_of_the_model(count, sync_dtype):
 
 def test_the_delay_of_a_round_is_what_a_deterministic_job_does():
     """A whole round, with one fragment."""
-    options = {"mode": "local", "sync_every": 4, "overlap": True}
-    digests = [
-        trained(deep_model, "adam", **options, **more)[1]["weights_sha256"]
-        for more in ({}, {"fragment_delay": 4}, {"fragment_delay": 3})
-    ]
-    assert digests[0] == digests[1] != digests[2]
+    weights = []
+    for delay in (None, 4, 3):
+        model, config = plain_model(), LocalSGDConfig(sync_every=4, overlap=True, fragment_delay=delay)
+        averager = ParameterAverager(model, config, deterministic=delay is None)
+        moved_with(averager, model, range(11))
+        weights.append(values(model.weights))
+        averager.finish()
+    assert all(np.array_equal(a, b) for a, b in zip(*weights[:2], strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(*weights[1:], strict=True))
 
 
 def test_with_a_delay_results_do_not_depend_on_timing(monkeypatch):
@@ -240,17 +243,16 @@ def test_fragments_learn():
     rng = np.random.default_rng(5)
     labels = np.argmax(X @ rng.normal(size=(X.shape[1], NUM_CLASSES)), axis=1).astype(np.int32)
     losses = []
-    for options in ({"mode": "local", "sync_every": 6}, EVERYTHING):
+    for options in ({"mode": "local", "sync_every": 6}, {**EVERYTHING, "outer_momentum": 0.5}):
         _, summary = trained(
             deep_model,
-            keras.optimizers.Adam(0.01),
+            keras.optimizers.Adam(0.03),
             Arrays(X, labels),
             evaluation=Arrays(X, labels),
-            **{**options, "steps": 8 * STEPS},
+            **{**options, "steps": 4 * STEPS},
         )
         losses.append(summary["eval"]["loss"])
-    assert losses[0] < 0.3
-    assert losses[1] < 0.3
+    assert max(losses) < 0.3
 
 
 @pytest.mark.parametrize("merge_alpha", [1.0, 0.5])
