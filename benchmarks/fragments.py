@@ -47,7 +47,7 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
 class Transformer(Text):
     """A character-level transformer on the text of ``local_convergence.py``."""
 
-    steps = 600
+    steps = 400
 
     def model(self, rate: float) -> keras.Model:
         tokens = layers.Input((CONTEXT_BYTES,), dtype="int32")
@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="*", default=["digits", "transformer"])
     arguments = parser.parse_args()
     makers: dict[str, Callable[[], Digits | Text]] = {"digits": Digits, "transformer": Transformer}
-    results: dict[str, dict[str, dict[str, Any]]] = {}
+    path = Path(__file__).parent / "results" / "fragments.json"
+    # Those of other tasks are kept.
+    results: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text())["tasks"] if path.exists() else {}
     for name in arguments.tasks:
         task = makers[name]()
         found = results[name] = {}
@@ -117,7 +119,6 @@ def main() -> None:
                 )
                 print(f"{name}: {way}: {text}", flush=True)
     if topology.rank == 0:
-        path = Path(__file__).parent / "results" / "fragments.json"
         path.parent.mkdir(exist_ok=True)
         facts = {"ranks": topology.size, "versions": versions.versions(), "tasks": results}
         path.write_text(json.dumps(facts, indent=1) + "\n")

@@ -309,7 +309,7 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(HOSTS, HOSTFILE, why="both name the hosts"),
     *_excludes(
         BENCH,
-        *(ADACOMM, WAIT_FREE, FRAGMENTS, SYNC_STEPS_FIRST, ACROSS_HOSTS),
+        *(ADACOMM, WAIT_FREE, SYNC_STEPS_FIRST, ACROSS_HOSTS),
         why="it measures equal rounds of all ranks",
     ),
     Needs(LINK_MBIT, LINK_LATENCY_MS),

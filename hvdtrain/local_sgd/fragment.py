@@ -101,6 +101,7 @@ class Fragment:
             after: an allreduce in the background that must be complete before this one starts.
         """
         assert self._start is not None
+        assert self.pending is None
         sent = self._flats.read()
         self._require_own_finite(sent)
         message = self._message(sent, self._start, finished)

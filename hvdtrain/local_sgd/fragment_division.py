@@ -7,6 +7,7 @@ import keras
 
 from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
+from hvdtrain.local_sgd import averaged_variables
 from hvdtrain.local_sgd.flat_variables import num_bytes
 
 
@@ -32,10 +33,7 @@ def divided(
     Raises:
         UsageError: there are fewer layers than fragments.
     """
-    layers: dict[str, list[keras.Variable]] = {}
-    names = {f"/{variable.path.replace('/', '_')}_": variable.path for variable in trained}
-    for variable in [*trained, *followed]:
-        layers.setdefault(_layer_of(variable, names), []).append(variable)
+    layers = _by_layer(trained, followed)
     if len(layers) < count:
         raise UsageError(
             f"{option('fragments')} must be at most the number of layers with weights. Received: {count}, and "
@@ -43,11 +41,25 @@ def divided(
         )
     sizes = [0] * count
     members: list[set[int]] = [set() for _ in range(count)]
-    for variables in layers.values():
+    for variables in layers:
         smallest = sizes.index(min(sizes))
         sizes[smallest] += num_bytes(variables)
         members[smallest].update(map(id, variables))
     return [FragmentVariables(_those_in(trained, own), _those_in(followed, own)) for own in members]
+
+
+def max_fragments(model: keras.Model) -> int:
+    """The most fragments that a model can be divided into."""
+    return len(_by_layer(averaged_variables.trained(model), averaged_variables.followed(model)))
+
+
+def _by_layer(trained: Sequence[keras.Variable], followed: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """The variables of each layer, in the order of the model."""
+    layers: dict[str, list[keras.Variable]] = {}
+    names = {f"/{variable.path.replace('/', '_')}_": variable.path for variable in trained}
+    for variable in [*trained, *followed]:
+        layers.setdefault(_layer_of(variable, names), []).append(variable)
+    return list(layers.values())
 
 
 def _those_in(variables: Iterable[keras.Variable], ids: set[int]) -> list[keras.Variable]:
