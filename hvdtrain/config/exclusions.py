@@ -63,6 +63,7 @@ SYNC_EVERY, ADACOMM = Option("sync_every"), Option("sync_schedule", "adacomm")
 AVERAGED_SLOTS, NESTEROV = Option("average_slots", "average"), Option("outer", "nesterov")
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = Option("outer_learning_rate"), Option("outer_momentum")
 OVERLAP, WAIT_FREE = Option("overlap", True), Option("wait_free", True)
+FRAGMENTS, FRAGMENT_DELAY, MERGE_ALPHA = Option("fragments"), Option("fragment_delay"), Option("merge_alpha")
 SYNC_DTYPE, SYNC_STEPS_FIRST = Option("sync_dtype"), Option("sync_steps_first")
 ACROSS_HOSTS = Option("average_across", "host")
 # The reduction of gradients.
@@ -169,7 +170,7 @@ RULES: Sequence[Excludes | Needs] = (
         Needs(each, LOCAL)
         for each in (
             *(SYNC_EVERY, ADACOMM, AVERAGED_SLOTS, NESTEROV, OUTER_LEARNING_RATE, OUTER_MOMENTUM, OVERLAP, WAIT_FREE),
-            *(SYNC_DTYPE, SYNC_STEPS_FIRST, ACROSS_HOSTS),
+            *(FRAGMENTS, FRAGMENT_DELAY, MERGE_ALPHA, SYNC_DTYPE, SYNC_STEPS_FIRST, ACROSS_HOSTS),
         )
     ),
     Needs(OUTER_LEARNING_RATE, NESTEROV),
@@ -178,6 +179,14 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(WAIT_FREE, AVERAGED_SLOTS, why="a late average could make Adam's second moments negative"),
     *_excludes(WAIT_FREE, ACROSS_HOSTS, why="with the latter, the ranks of a host wait for each other at every step"),
     *_excludes(WAIT_FREE, ADACOMM, why="rounds end when the slowest rank has made its steps"),
+    Needs(FRAGMENT_DELAY, OVERLAP),
+    *_excludes(WAIT_FREE, FRAGMENTS, FRAGMENT_DELAY, why="ranks make different numbers of steps in a round"),
+    *_excludes(ADACOMM, FRAGMENTS, FRAGMENT_DELAY, why="they divide an interval that adacomm would change"),
+    *_excludes(
+        MERGE_ALPHA,
+        AVERAGED_SLOTS,
+        why="what ranks keep of their own slots could make Adam's second moments negative",
+    ),
     # Stragglers.
     *_excludes(SHARES, BALANCE, why="both assign samples to ranks"),
     Needs(BALANCE_EVERY, BALANCE),
@@ -277,7 +286,7 @@ RULES: Sequence[Excludes | Needs] = (
     # Elastic jobs.
     *_excludes(
         ELASTIC,
-        *(QUORUM, WAIT_FREE, OVERLAP, ACROSS_HOSTS, SYNC_STEPS_FIRST, AUTOTUNE),
+        *(QUORUM, WAIT_FREE, OVERLAP, FRAGMENTS, MERGE_ALPHA, ACROSS_HOSTS, SYNC_STEPS_FIRST, AUTOTUNE),
         why=_NO_CHANGE,
         instead="use launch/run --restarts",
     ),

@@ -17,27 +17,15 @@ from hvdtrain.distributed.optimizers import build_optimizer, optimizers_of
 from hvdtrain.distributed.snapshot import host_tensor
 from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd import averaged_variables
-from hvdtrain.local_sgd.anchor_update import AnchorUpdate
 from hvdtrain.local_sgd.config import LocalSGDConfig
-from hvdtrain.local_sgd.displacement_sum import DisplacementSum
-from hvdtrain.local_sgd.facts import FINISHED, LOSS, SAMPLES, STEPS, no_facts, split_facts, with_facts
-from hvdtrain.local_sgd.finite_values import are_finite, non_finite_error, non_finite_paths
-from hvdtrain.local_sgd.flat_variables import FlatVariables, arrays
-from hvdtrain.local_sgd.outer_optimizer import Flats, make_outer_optimizer
+from hvdtrain.local_sgd.facts import LOSS, SAMPLES, STEPS
+from hvdtrain.local_sgd.fragment import Fragment, PendingAverage
+from hvdtrain.local_sgd.fragment_division import divided
+from hvdtrain.local_sgd.fragment_schedule import FragmentSchedule
+from hvdtrain.local_sgd.outer_optimizer import Flats
 from hvdtrain.local_sgd.sync_interval import SyncInterval
 from hvdtrain.optim.pipeline import pipeline_of
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
-
-
-@dataclasses.dataclass
-class _PendingAverage:
-    """The average of a round whose allreduce has started, not yet merged."""
-
-    sent: Flats
-    """This rank's values when the allreduce started."""
-    totals: BackgroundTask[Flats] | ImmediateTask[Flats]
-    """Sums over all ranks: displacements times samples, and the facts."""
-    steps_since: int = 0
 
 
 class ParameterAverager:
@@ -56,6 +44,9 @@ class ParameterAverager:
     optimizer's slots. Ranks reduce the displacement of each variable since the previous round, weighted by the
     samples they have seen. Rounds may differ in length between ranks: a rank that has finished takes part with
     weight 0 until all have finished.
+
+    A round averages one fragment of the model, the only one by default; with several, each is averaged once in
+    ``sync_every`` steps, and has its own displacements, samples and outer optimizer.
 
     Args:
         model: built, with a plain (not distributed) optimizer; values must be equal on all ranks, except
@@ -85,48 +76,50 @@ class ParameterAverager:
             raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")
         build_optimizer(model)
         self._model = model
-        self._deterministic = deterministic
+        self._merges_when_complete = not deterministic and config.fragment_delay is None
         followed = averaged_variables.followed(model)
         if config.average_slots == "average":
             followed += averaged_variables.slots(model)
         trained = averaged_variables.trained(model)
-        self._flats = FlatVariables(trained, followed)
         self._variables = trained + followed
-        self._anchor_update = AnchorUpdate(make_outer_optimizer(config), num_trained=self._flats.ends[0])
-        self._sum = DisplacementSum(self._collectives, config.sync_dtype, num_trained=self._flats.ends[0])
+        self._fragments = [
+            Fragment(index, variables, config, self._collectives)
+            for index, variables in enumerate(divided(trained, followed, config.fragments))
+        ]
+        self._schedule = FragmentSchedule(config.fragments)
         self._interval = SyncInterval(config)
-        self._anchor: Flats | None = None
-        self._velocity: Flats = ()
-        self._pending: _PendingAverage | None = None
         self._closing: BackgroundTask[Flats] | None = None
-        self._samples = self._steps = self._missed_steps = 0
-        self._loss = 0.0
+        self._steps = 0
         self.rounds = 0
         """Averages merged so far."""
         self.bytes_reduced = 0
         """Bytes that this rank has passed to the allreduce."""
+        self.largest_round_bytes = 0
+        """The most bytes that this rank has passed to it in one round."""
         self.total_staleness_steps = 0
         """Sum over rounds of the steps made between sending and merging."""
         self.max_staleness_steps = 0
         """Maximum over rounds of the steps made between sending and merging."""
         self.total_steps = 0
-        """Steps of all ranks in all completed rounds."""
+        """Steps of all ranks that have been averaged, in all fragments."""
         self.total_samples = 0
-        """Samples of all ranks in all completed rounds."""
-        self._num_finished = 0
+        """Samples of all ranks that have been averaged, in all fragments."""
         self._reducing_s = self._waited_s = 0.0
         if starts:
             self.start()
 
     @property
     def every(self) -> int:
-        """The current number of steps per round."""
-        return self._interval.steps
+        """The number of steps of the current round."""
+        return self._schedule.steps(self._interval.steps)
 
     @property
-    def steps_to_round_end(self) -> int:
-        """Steps left until parameters are due to be averaged; 1 if that is overdue."""
-        return max(1, self.every - self._steps)
+    def steps_until_due(self) -> int:
+        """Steps left until parameters are due to be averaged, or an average is due to be merged; 1 if overdue."""
+        left = [self.every - self._steps]
+        if (delay := self._config.fragment_delay) is not None:
+            left += [delay - each.pending.steps_since for each in self._fragments if each.pending is not None]
+        return max(1, min(left))
 
     def start(self) -> None:
         """Starts the first round. All ranks must call it before they make a step.
@@ -135,7 +128,7 @@ class ParameterAverager:
             UsageError: the optimizer is distributed.
             DisagreementError: ranks differ in options or model.
         """
-        if self._anchor is None:
+        if not self._is_started:
             pipelines = [pipeline_of(each) for each in optimizers_of(self._model)]
             if any(each is not None and each.reduce.collectives is self._collectives for each in pipelines):
                 raise UsageError(
@@ -145,14 +138,19 @@ class ParameterAverager:
             facts = {**dataclasses.asdict(self._config), **replica_consistency.structure(self._model)}
             require_agreement("options and model to average", facts, self._collectives)
             replica_consistency.share_statistics(self._model, self._collectives)
-            self._anchor = self._flats.read()
+            for fragment in self._fragments:
+                fragment.begin()
+
+    @property
+    def _is_started(self) -> bool:
+        return self._fragments[0].is_started
 
     def step(self, samples: int = 1, *, steps: int = 1, loss: float = 0.0, stop: bool = False) -> bool:
         """Records local steps and averages parameters if due.
 
         Args:
             samples: samples of these steps, this rank's weight in the average.
-            steps: number of steps; more than :attr:`steps_to_round_end` make the round longer.
+            steps: number of steps; more than :attr:`steps_until_due` delay what is due.
             loss: sum of the steps' losses, for ``sync_schedule='adacomm'``.
             stop: this rank is ready to end the round now (``wait_free``).
 
@@ -160,10 +158,9 @@ class ParameterAverager:
             Whether a round has ended.
         """
         self.record(samples, steps, loss)
-        if self._pending is not None:
-            self._pending.steps_since += steps
-            if not self._deterministic and self._pending.totals.is_done:
-                self._merge()
+        for fragment in self._fragments:
+            if fragment.pending is not None and self._is_due(fragment.pending):
+                self._merge(fragment)
         if self._config.wait_free:
             return self._step_wait_free(stop)
         if self._steps < self.every:
@@ -173,9 +170,15 @@ class ParameterAverager:
 
     def record(self, samples: int, steps: int, loss: float) -> None:
         """Records local steps, and averages nothing."""
-        self._samples += samples
         self._steps += steps
-        self._loss += loss
+        for fragment in self._fragments:
+            fragment.record(samples, steps, loss)
+
+    def _is_due(self, pending: PendingAverage) -> bool:
+        """Whether an average is due to be merged in the middle of a round."""
+        if self._config.fragment_delay is not None:
+            return pending.steps_since >= self._config.fragment_delay
+        return self._merges_when_complete and pending.totals.is_done
 
     def _step_wait_free(self, stop: bool) -> bool:
         if self._closing is None and (stop or self._steps >= self.every):
@@ -192,14 +195,14 @@ class ParameterAverager:
         return BackgroundTask(lambda: self._collectives.sum_tensors([tf.zeros([1])], "hvdtrain_round"), "round")
 
     def finish(self) -> None:
-        """Makes the final average. Collective: waits until all ranks have called it."""
-        while self._num_finished < self._collectives.size:
+        """Makes the final averages. Collective: waits until all ranks have called it."""
+        self._merge_pending()
+        while not all(each.is_finished for each in self._fragments):
             if self._config.wait_free:
                 (self._closing or self._is_ready()).result()
                 self._closing = None
             self._end_round(finished=True)
-            if self._pending is not None:
-                self._merge()
+            self._merge_pending()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -210,35 +213,16 @@ class ParameterAverager:
         if self.in_sync:
             yield
             return
-        assert self._anchor is not None
         own = [(variable, host_tensor(variable)) for variable in self._variables]
         try:
-            self._assign_averaged(self._anchor)
+            for fragment in self._fragments:
+                fragment.assign_averaged()
         except BaseException:
             for variable, value in own:
                 variable.assign(value)
             raise
         with replica_consistency.restored(own):
             yield
-
-    def _assign_averaged(self, anchor: Flats) -> None:
-        facts = pending_facts = no_facts()
-        # One tensor at a time: the averaged model is all that is needed at once.
-        for i, start in enumerate(anchor):
-            now, velocity = self._flats.read_one(i), self._velocity[i : i + 1]
-            if self._pending is not None:
-                total = self._pending.totals.result()[i]
-                if i == 0:
-                    total, pending_facts = split_facts(total)
-                start, velocity = self._anchor_update.one(i, total, pending_facts, start, velocity)
-                now = start + (now - self._pending.sent[i]) if self._pending.steps_since else start
-            message = self._samples * self._sum.displacement(i, now, start)
-            if i == 0:
-                message = self._with_facts(message, finished=False)
-            (total,) = self._collectives.sum_tensors([message], f"hvdtrain_view_{i}")
-            if i == 0:
-                total, facts = split_facts(total)
-            self._flats.assign_one(i, self._anchor_update.one(i, total, facts, start, velocity)[0])
 
     def summary(self) -> dict[str, Any]:
         """The fields of ``summary.json`` about averaging."""
@@ -250,14 +234,15 @@ class ParameterAverager:
                 "mean": self.total_staleness_steps / max(1, self.rounds),
                 "max": self.max_staleness_steps,
             },
+            "average_bytes_max": self.largest_round_bytes,
             "average_hidden_share": 1 - self._waited_s / self._reducing_s if self._reducing_s else 0.0,
         }
 
     def state(self) -> dict[str, Any]:
-        """The state to save in a checkpoint that is common to all ranks."""
+        """The state to save in a checkpoint that is common to all ranks. May merge pending averages."""
+        self._merge_same()
         return {
-            "anchor": None if self._anchor is None else arrays(self._anchor),
-            "velocity": arrays(self._velocity),
+            "fragments": [fragment.state() for fragment in self._fragments],
             "period": self._interval.state(),
             "rounds": self.rounds,
             "total_steps": self.total_steps,
@@ -265,47 +250,49 @@ class ParameterAverager:
         }
 
     def rank_state(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint, except variables. Waits for a pending average."""
-        pending = self._pending
+        """The state of this rank to save in a checkpoint, except variables. Waits for pending averages, and may merge
+        them."""
+        self._merge_same()
         return {
-            "samples": self._samples,
+            "fragments": [fragment.rank_state() for fragment in self._fragments],
+            "next": self._schedule.next,
             "steps": self._steps,
-            "loss": self._loss,
             "late_steps": self.total_staleness_steps,
             "most_late_steps": self.max_staleness_steps,
             "bytes_reduced": self.bytes_reduced,
-            "pending": None
-            if pending is None
-            else {
-                "sent": arrays(pending.sent),
-                "totals": arrays(pending.totals.result()),
-                "steps_since": pending.steps_since,
-            },
-            "sum": self._sum.state(),
+            "largest_round_bytes": self.largest_round_bytes,
         }
+
+    def _merge_same(self) -> None:
+        """Merges what other ranks may have merged already: a checkpoint has the same anchor for all ranks.
+
+        With wait_free, all ranks have merged the same averages at the end of a round.
+        """
+        if self._merges_when_complete and not self._config.wait_free:
+            self._merge_pending()
 
     def restore(self, state: Mapping[str, Any], rank_state: Mapping[str, Any] | None) -> None:
         """Restores what :meth:`state` and :meth:`rank_state` returned.
 
         Args:
-            rank_state: None if the number of ranks has changed: a new round starts with the averaged model.
+            rank_state: None if the number of ranks has changed: a new cycle starts with the averaged model.
         """
-        self._velocity = [tf.constant(each) for each in state["velocity"]]
-        self._interval.restore(state["period"])
-        self.rounds = state["rounds"]
-        self.total_steps, self.total_samples = state["total_steps"], state["total_samples"]
-        if rank_state is None or state["anchor"] is None:
+        self._restore_common(state)
+        owns = [None] * len(self._fragments) if rank_state is None else rank_state["fragments"]
+        for fragment, common, own in zip(self._fragments, state["fragments"], owns, strict=True):
+            fragment.restore(common, own)
+        if rank_state is None or not self._is_started:
             return
-        self._anchor = [tf.constant(each) for each in state["anchor"]]
-        self._samples, self._steps, self._loss = rank_state["samples"], rank_state["steps"], rank_state["loss"]
+        self._schedule.next, self._steps = rank_state["next"], rank_state["steps"]
         self.total_staleness_steps = rank_state["late_steps"]
         self.max_staleness_steps = rank_state["most_late_steps"]
         self.bytes_reduced = rank_state["bytes_reduced"]
-        self._sum.restore(rank_state["sum"])
-        if (pending := rank_state["pending"]) is not None:
-            totals = [tf.constant(each) for each in pending["totals"]]
-            sent = [tf.constant(each) for each in pending["sent"]]
-            self._pending = _PendingAverage(sent, ImmediateTask(lambda: totals), pending["steps_since"])
+        self.largest_round_bytes = rank_state["largest_round_bytes"]
+
+    def _restore_common(self, state: Mapping[str, Any]) -> None:
+        self._interval.restore(state["period"])
+        self.rounds = state["rounds"]
+        self.total_steps, self.total_samples = state["total_steps"], state["total_samples"]
 
     # For ranks that change.
 
@@ -322,93 +309,55 @@ class ParameterAverager:
     def start_round(self, state: Mapping[str, Any], *, missed_steps: int) -> None:
         """Joins a round in progress from another rank's last average, after that rank has made ``missed_steps`` in
         it."""
-        mine = {**self.rank_state(), "samples": 0, "steps": missed_steps, "loss": 0.0, "pending": None, "sum": None}
-        self.restore(state, mine)
-        self._missed_steps = missed_steps
-        self._flats.assign(self._anchor)
+        self._restore_common(state)
+        self._steps = missed_steps
+        for fragment, common in zip(self._fragments, state["fragments"], strict=True):
+            fragment.join(common, missed_steps)
 
     # Internals of a round.
 
     def _end_round(self, finished: bool = False) -> None:
-        if self._pending is not None:
-            self._merge()
-        self._send(finished)
-        assert self._pending is not None
-        is_done = self._pending.totals.is_done and not self._deterministic
+        """Averages the fragment whose turn it is."""
+        if self._config.fragment_delay is None:
+            self._merge_pending()
+        fragment = self._fragments[self._schedule.next]
+        # One after the other: so the network is shared by no two of them.
+        before = self._fragments[self._schedule.next - 1].pending
+        num_bytes = fragment.send(finished=finished, after=None if before is None else before.totals)
+        self.bytes_reduced += num_bytes
+        self.largest_round_bytes = max(self.largest_round_bytes, num_bytes)
+        self._schedule.advance()
+        self._steps = 0
         # With wait_free, ranks infer the progress of all from the averages merged so far: all must have merged the same
         # ones.
-        if not self._config.in_background or (is_done and not self._config.wait_free):
-            self._merge()
+        assert fragment.pending is not None
+        if not self._config.in_background or (not self._config.wait_free and self._is_due(fragment.pending)):
+            self._merge(fragment)
 
-    def _send(self, finished: bool) -> None:
-        assert self._anchor is not None
-        sent = self._flats.read()
-        self._require_own_finite(sent)
-        message = self._message(sent, self._anchor, finished)
-        self.bytes_reduced += self._sum.num_bytes(message)
-        samples = self._samples
+    def _merge_pending(self) -> None:
+        for fragment in self._fragments:
+            if fragment.pending is not None:
+                self._merge(fragment)
 
-        def reduce() -> Flats:
-            return self._sum.sum(message, samples)
-
-        self._pending = _PendingAverage(
-            sent, BackgroundTask(reduce, "average") if self._config.in_background else ImmediateTask(reduce)
-        )
-        # Reset only now: if a rank is lost meanwhile, the others average these steps again without it.
-        self._samples = self._steps = self._missed_steps = 0
-        self._loss = 0.0
-
-    def _message(self, values: Flats, anchor: Flats, finished: bool) -> list[tf.Tensor]:
-        """This rank's contribution: displacements times samples, and the facts."""
-        pairs = enumerate(zip(values, anchor, strict=True))
-        message = [self._samples * self._sum.displacement(i, value, start) for i, (value, start) in pairs]
-        return [self._with_facts(message[0], finished), *message[1:]]
-
-    def _with_facts(self, first: tf.Tensor, finished: bool) -> tf.Tensor:
-        steps = self._steps - self._missed_steps
-        return with_facts(first, samples=self._samples, steps=steps, loss=self._loss, finished=finished)
-
-    def _merge(self) -> None:
-        """Merges the pending average; steps made since it was sent are kept."""
-        assert self._pending is not None
-        assert self._anchor is not None
-        pending, totals = self._pending, self._pending.totals
+    def _merge(self, fragment: Fragment) -> None:
+        assert fragment.pending is not None
+        pending, totals = fragment.pending, fragment.pending.totals
         began_s = time.perf_counter()
         totals.result()
         self._waited_s += totals.duration_s if isinstance(totals, ImmediateTask) else time.perf_counter() - began_s
         self._reducing_s += totals.duration_s
-        self._require_finite(totals.result())
-        anchor, self._velocity, facts = self._anchor_update.all(totals.result(), self._anchor, self._velocity)
-        since = zip(anchor, self._flats.read(), pending.sent, strict=True) if pending.steps_since else ()
-        self._flats.assign([a + (now - sent) for a, now, sent in since] or anchor)
-        self._anchor, self._pending = anchor, None
-        self._sum.merged()
+        facts = fragment.merge()
         self.rounds += 1
         self.total_staleness_steps += pending.steps_since
         self.max_staleness_steps = max(self.max_staleness_steps, pending.steps_since)
-        self.total_steps += round(facts[STEPS])
-        self.total_samples += round(facts[SAMPLES])
-        self._num_finished = round(facts[FINISHED])
+        if fragment is self._fragments[-1]:
+            self.total_steps += round(facts[STEPS])
+            self.total_samples += round(facts[SAMPLES])
         self._interval.round_ended(facts[LOSS], round(facts[STEPS]))
-
-    def _require_finite(self, totals: Flats) -> None:
-        """Raises NonFiniteError on every rank if a replica would make all others non-finite."""
-        if are_finite(totals):
-            return
-        if self._config.in_background:
-            # Ranks merge at different steps and cannot gather anything here. Each has sent finite values.
-            raise non_finite_error([], rank=self._collectives.rank)
-        raise non_finite_error(self._collectives.allgather(non_finite_paths(self._variables)))
-
-    def _require_own_finite(self, values: Flats) -> None:
-        """Raises NonFiniteError on this rank alone, before others receive its values in the background."""
-        if self._config.in_background and not are_finite(values):
-            rank = self._collectives.rank
-            raise non_finite_error([*[[]] * rank, non_finite_paths(self._variables)], rank=rank)
 
     @property
     def in_sync(self) -> bool:
         """Whether all replicas are known to be equal: every rank has just merged an average."""
-        if self._config.in_background and self._num_finished < self._collectives.size:
+        if self._config.in_background and not all(each.is_finished for each in self._fragments):
             return False  # Another rank may not have merged it yet.
-        return self._anchor is not None and self._steps == 0
+        return all(each.is_averaged for each in self._fragments)

@@ -6,6 +6,7 @@ from typing import Literal
 from cyclopts import Parameter
 
 from hvdtrain.config.fields import Config, help_group, require
+from hvdtrain.config.wording import option
 
 
 @Parameter(name="*", group=help_group("Local SGD (--mode local)"))
@@ -14,8 +15,9 @@ class LocalSGDConfig(Config):
     """Local SGD: each rank trains its own replica, and parameters are averaged periodically (Stich, arXiv:1805.09767).
 
     Sources: ``adacomm``: Wang and Joshi, arXiv:1810.08313; ``nesterov``: DiLoCo, arXiv:2311.08105, and SlowMo,
-    arXiv:1910.00643; ``sync_dtype``: Streaming DiLoCo, arXiv:2501.18512, which sends 4 bits; ``overlap``: CoCoD-SGD,
-    Shen et al., IJCAI 2019; ``sync_steps_first``: post-local SGD, Lin et al., arXiv:1808.07217.
+    arXiv:1910.00643; ``sync_dtype``, ``fragments``, ``fragment_delay`` and ``merge_alpha``: Streaming DiLoCo,
+    arXiv:2501.18512; ``overlap``: CoCoD-SGD, Shen et al., IJCAI 2019; ``sync_steps_first``: post-local SGD, Lin et al.,
+    arXiv:1808.07217.
     """
 
     sync_every: int = 16
@@ -32,6 +34,12 @@ class LocalSGDConfig(Config):
     """Momentum of --outer nesterov."""
     overlap: bool = False
     """Average in the background while ranks continue to train."""
+    fragments: int = 1
+    """Groups of layers (F) that are averaged one at a time, each once in --sync-every steps; 1: all layers at once."""
+    fragment_delay: int | None = None
+    """With --overlap, merge an average this many steps after it was sent (default: as soon as it is complete)."""
+    merge_alpha: float = 1.0
+    """Weight of the average when it is merged with a rank's own parameters; 1: replace them by it."""
     wait_free: bool = False
     """Do not wait for stragglers: faster ranks make more steps until the slowest has made its own."""
     sync_dtype: Literal["float32", "int8", "int4"] = "float32"
@@ -45,6 +53,10 @@ class LocalSGDConfig(Config):
         super().__post_init__()
         require(self, "sync_every", lambda value: value >= 1, "at least 1")
         require(self, "sync_steps_first", lambda value: value >= 0, "at least 0")
+        cycle = f"at least 1 and at most {option('sync_every')} ({self.sync_every})"
+        for name in ("fragments", "fragment_delay"):
+            require(self, name, lambda value: 1 <= value <= self.sync_every, cycle)
+        require(self, "merge_alpha", lambda value: 0 < value <= 1, "above 0 and at most 1")
         require(self, "outer_learning_rate", lambda value: 0 < value <= 2, "above 0 and at most 2")
         require(
             self,

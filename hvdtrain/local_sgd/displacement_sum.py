@@ -24,12 +24,15 @@ class DisplacementSum:
     Args:
         sync_dtype: ``float32`` (full precision), ``int8`` or ``int4``.
         num_trained: the number of flat tensors with trained variables, which come first.
+        name: of the sums of these messages: others may be in progress at the same time.
     """
 
-    def __init__(self, collectives: Collectives, sync_dtype: str, num_trained: int):
+    def __init__(self, collectives: Collectives, sync_dtype: str, num_trained: int, name: str):
         self._collectives = collectives
-        self._quantized = QuantizedSum(collectives, _BITS[sync_dtype]) if sync_dtype in _BITS else None
-        self._num_quantized = num_trained if self._quantized is not None else 0
+        is_quantized = sync_dtype in _BITS and num_trained > 0
+        self._quantized = QuantizedSum(collectives, _BITS[sync_dtype]) if is_quantized else None
+        self._num_quantized = num_trained if is_quantized else 0
+        self._name = name
         self._errors: Flats = ()
         """Per sample: rounds may differ in length."""
         self._next_errors: Flats = ()
@@ -54,11 +57,11 @@ class DisplacementSum:
             samples: this rank's number of samples, by which its displacements are multiplied.
         """
         if self._quantized is None:
-            return self._collectives.sum_tensors(message, "hvdtrain_average")
+            return self._collectives.sum_tensors(message, self._name)
         first, facts = message[0][:-NUM_FACTS], message[0][-NUM_FACTS:]
-        facts, *others = self._collectives.sum_tensors([facts, *message[self._num_quantized :]], "hvdtrain_average")
+        facts, *others = self._collectives.sum_tensors([facts, *message[self._num_quantized :]], self._name)
         trained = [first, *message[1 : self._num_quantized]]
-        totals, lost = self._quantized.sum(trained, "hvdtrain_quantized")
+        totals, lost = self._quantized.sum(trained, f"{self._name}_quantized")
         if samples > 0:
             self._next_errors = [each / tf.cast(samples, each.dtype) for each in lost]
         return [tf.concat([totals[0], facts], 0), *totals[1:], *others]

@@ -1,10 +1,12 @@
 """Variables packed into a few flat tensors, so that averaging sends few large messages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from hvdtrain.distributed.compiled import compiled
 
 BUCKET_BYTES = 32 << 20
 """The most bytes of one flat tensor, unless a single variable is larger."""
@@ -22,18 +24,18 @@ class FlatVariables:
         """The number of tensors up to the end of each group; no tensor holds variables of two groups."""
         for variables in groups:
             for wire in (tf.float32, tf.float64):
-                members = [v for v in variables if (tf.as_dtype(v.dtype) == tf.float64) == (wire == tf.float64)]
+                members = [variable for variable in variables if _wire(variable) == wire]
                 self._add(members, wire)
             self.ends.append(len(self._buckets))
-        self.read = tf.function(self._read)
+        self.read = compiled(self._read)
         """Returns a copy of the values."""
-        self.assign = tf.function(self._assign)
+        self.assign = compiled(self._assign)
         """Overwrites the variables."""
 
     def _add(self, variables: Sequence[keras.Variable], wire: tf.DType) -> None:
         bucket: list[keras.Variable] = []
         for variable in variables:
-            if bucket and _bytes([*bucket, variable], wire) > BUCKET_BYTES:
+            if bucket and num_bytes([*bucket, variable]) > BUCKET_BYTES:
                 self._buckets.append((wire, bucket))
                 bucket = []
             bucket.append(variable)
@@ -65,5 +67,10 @@ def arrays(tensors: Sequence[tf.Tensor]) -> list[np.ndarray]:
     return [np.asarray(each) for each in tensors]  # each.numpy() copies
 
 
-def _bytes(variables: Sequence[keras.Variable], wire: tf.DType) -> int:
-    return sum(variable.value.shape.num_elements() for variable in variables) * wire.size
+def num_bytes(variables: Iterable[keras.Variable]) -> int:
+    """The bytes of flat tensors with these variables."""
+    return sum(variable.value.shape.num_elements() * _wire(variable).size for variable in variables)
+
+
+def _wire(variable: keras.Variable) -> tf.DType:
+    return tf.float64 if tf.as_dtype(variable.dtype) == tf.float64 else tf.float32

@@ -24,22 +24,24 @@ class ImmediateTask(Generic[T]):
 
 
 class BackgroundTask(Generic[T]):
-    """Starts a function on another thread; its error is raised by :meth:`result`."""
+    """Starts a function on another thread; its error is raised by :meth:`result`.
+
+    What the function holds is released when it has returned.
+    """
 
     def __init__(self, function: Callable[[], T], name: str):
-        self._function = function
         self._result: list[T] = []
         self._error: BaseException | None = None
         self.duration_s = 0.0
         """How long it took, once it is done."""
         # A daemon: when other ranks are lost, a reduction never ends, and must not keep this process alive.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(function,), name=name, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, function: Callable[[], T]) -> None:
         start_s = time.perf_counter()
         try:
-            self._result.append(self._function())
+            self._result.append(function())
         except BaseException as error:
             self._error = error
         self.duration_s = time.perf_counter() - start_s

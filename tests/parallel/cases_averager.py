@@ -12,6 +12,8 @@ import hvdtrain
 from hvdtrain import LocalSGDConfig, ParameterAverager
 from hvdtrain.errors import DisagreementError, UsageError
 from hvdtrain.local_sgd import averaged_variables
+from hvdtrain.local_sgd import fragment as fragment_module
+from hvdtrain.system.background import BackgroundTask, ImmediateTask
 
 
 def plain_model(seed: int = 1) -> keras.Model:
@@ -186,3 +188,30 @@ def test_a_distributed_optimizer_is_refused():
     hvdtrain.DistributedOptimizer(model.optimizer)
     with pytest.raises(UsageError, match="leaves nothing to average"):
         ParameterAverager(model)
+
+
+def test_a_checkpoint_of_ranks_that_have_merged_and_of_ranks_that_have_not(monkeypatch):
+    """All ranks resume with the anchor of rank 0."""
+
+    class Delayed(BackgroundTask):
+        is_done = False
+
+    monkeypatch.setattr(
+        fragment_module, "BackgroundTask", (lambda function, name: ImmediateTask(function)) if RANK else Delayed
+    )
+    averagers = []
+    for _ in range(2):
+        model = plain_model()
+        hvdtrain.broadcast(model)
+        averagers.append((model, ParameterAverager(model, LocalSGDConfig(sync_every=2, overlap=True))))
+    (model, averager), (again, resumed) = averagers
+    for seed in (1, 2, 3):
+        move(model, seed)
+        averager.step()
+    state, own = averager.state(), averager.rank_state()
+    again.set_weights(model.get_weights())
+    resumed.restore(COLLECTIVES.allgather(state)[0], own)
+    for each in (averager, resumed):
+        each.finish()
+    assert equal_on_all_ranks(values(again.weights))
+    assert all(np.array_equal(a, b) for a, b in zip(values(model.weights), values(again.weights), strict=True))

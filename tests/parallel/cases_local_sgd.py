@@ -30,7 +30,7 @@ from hvdtrain import ParameterAverager
 from hvdtrain.data import Arrays
 from hvdtrain.errors import JobError, UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.local_sgd import averager as averager_module
+from hvdtrain.local_sgd import fragment as fragment_module
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
 from hvdtrain.training.step_runner import StepRunner
 from hvdtrain.training.strategies.strategy import Place
@@ -51,7 +51,7 @@ def test_averaging_at_every_step_equals_sync_mode(clipped):
 
 def test_an_average_that_is_ready_at_once_is_not_stale(monkeypatch):
     expected, _ = trained(batchnorm_model, "adam", mode="local", sync_every=3)
-    monkeypatch.setattr(averager_module, "BackgroundTask", lambda function, name: ImmediateTask(function))
+    monkeypatch.setattr(fragment_module, "BackgroundTask", lambda function, name: ImmediateTask(function))
     monkeypatch.setattr(
         "hvdtrain.training.strategies.local.ParameterAverager",
         lambda *args, **options: ParameterAverager(*args, **{**options, "deterministic": False}),
@@ -70,7 +70,7 @@ def test_an_average_may_be_ready_at_different_times(wait_free, monkeypatch):
             super().__init__(lambda: (function(), time.sleep(0.1))[0], name)
 
     monkeypatch.setattr(
-        averager_module, "BackgroundTask", Delayed if RANK else lambda function, name: ImmediateTask(function)
+        fragment_module, "BackgroundTask", Delayed if RANK else lambda function, name: ImmediateTask(function)
     )
     monkeypatch.setattr(
         "hvdtrain.training.strategies.local.ParameterAverager",

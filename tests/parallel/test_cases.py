@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 # Files of cases and the number of ranks, to how many cases have to pass.
 JOBS = {
     ("numerics+large_messages", 2): 27,
-    ("options+averager", 2): 27,
+    ("options+averager+fragments", 2): 56,
     ("optimizer+balancing", 2): 45,
     ("training", 2): 34,
     ("faults+few_bits", 2): 27,

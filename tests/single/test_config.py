@@ -95,6 +95,19 @@ def test_a_broken_rule_is_named(values, message):
         ({"wait_free": True, "average_slots": "average"}, "wait_free=True excludes average_slots='average'"),
         ({"wait_free": True, "average_across": "host"}, "wait_free=True excludes average_across='host'"),
         ({"wait_free": True, "sync_schedule": "adacomm"}, "wait_free=True excludes sync_schedule='adacomm'"),
+        ({"fragments": 0}, r"fragments must be at least 1 and at most sync_every \(16\)\. Received: 0"),
+        ({"fragments": 5, "sync_every": 4}, r"fragments must be at least 1 and at most sync_every \(4\)\. Received: 5"),
+        (
+            {"fragment_delay": 17, "overlap": True},
+            r"fragment_delay must be .* at most sync_every \(16\)\. Received: 17",
+        ),
+        ({"fragment_delay": 0, "overlap": True}, "fragment_delay must be at least 1"),
+        ({"fragment_delay": 3}, "fragment_delay needs overlap=True"),
+        ({"merge_alpha": 0.0}, "merge_alpha must be above 0 and at most 1"),
+        ({"merge_alpha": 1.5}, "merge_alpha must be above 0 and at most 1"),
+        ({"merge_alpha": 0.5, "average_slots": "average"}, "merge_alpha excludes average_slots='average'"),
+        ({"wait_free": True, "fragments": 2}, "wait_free=True excludes fragments"),
+        ({"fragments": 2, "sync_schedule": "adacomm"}, "sync_schedule='adacomm' excludes fragments"),
     ],
 )
 def test_local_sgd_has_rules(values, message):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from hvdtrain.commands import cli
-from hvdtrain.commands.bench import prediction, scaling_model
-from hvdtrain.commands.bench.scaling_model import Cluster, Link, MeasuredStep
+from hvdtrain.commands.bench import fragment_choice, prediction, scaling_model
+from hvdtrain.commands.bench.scaling_model import Averaging, Cluster, Link, MeasuredStep
 from hvdtrain.errors import UsageError
 
 pytestmark = pytest.mark.usefixtures("as_a_command")
@@ -84,31 +84,63 @@ def test_the_slowest_rank_if_few_steps_take_much_longer(ranks):
 
 def test_local_training_communicates_once_per_round():
     reduce_s = 2e-3 + 0.32
-    predicted = scaling_model.local_step(STEADY, cluster(2), 8)
+    predicted = scaling_model.local_step(STEADY, cluster(2), Averaging(8))
     assert predicted.step_s == pytest.approx(0.1 + reduce_s / 8)
-    assert scaling_model.local_step(STEADY, cluster(2), 8, overlap=True).step_s == pytest.approx(0.1)
-    assert scaling_model.local_step(STEADY, cluster(2), 2, overlap=True).step_s == pytest.approx(
+    assert scaling_model.local_step(STEADY, cluster(2), Averaging(8, overlap=True)).step_s == pytest.approx(0.1)
+    assert scaling_model.local_step(STEADY, cluster(2), Averaging(2, overlap=True)).step_s == pytest.approx(
         0.1 + (reduce_s - 0.2) / 2
     )
     # If step times vary, ranks wait less for each other the longer a round is.
     uneven = MeasuredStep(np.random.default_rng(1).uniform(0.05, 0.15, 1000), STEADY.messages)
-    waits = [scaling_model.local_step(uneven, cluster(64), every).waiting_s for every in (1, 4, 64)]
+    waits = [scaling_model.local_step(uneven, cluster(64), Averaging(every)).waiting_s for every in (1, 4, 64)]
     assert waits[0] > 1.3 * waits[1] > 4 * waits[2] > 0
+
+
+def test_fragments_are_hidden_one_at_a_time():
+    """4 MB in 322 ms, a quarter of them in 82 ms, with steps of 100 ms."""
+
+    def exposed_s(*args, **options):
+        predicted = scaling_model.local_step(STEADY, cluster(2), Averaging(*args, **options))
+        return predicted.step_s - 0.1
+
+    assert exposed_s(8, fragments=4) == pytest.approx(0.082 / 2)
+    assert exposed_s(4, fragments=4, overlap=True) == pytest.approx(0, abs=1e-9)
+    assert exposed_s(16, fragments=2, overlap=True, delay=1) == pytest.approx((0.162 - 0.1) / 8)
+    # An average takes longer than the steps between two: a long delay hides no more.
+    assert exposed_s(2, fragments=2, overlap=True, delay=2) == pytest.approx(0.162 - 0.1)
+
+
+def test_the_choice_of_interval_and_fragments():
+    found = fragment_choice.choose(STEADY, cluster(2), max_fragments=9)
+    # 322 ms in half of 8 steps of 100 ms, and each eighth, of 42 ms, in half of one.
+    assert (found.every, found.fragments, found.delay) == (8, 8, 1)
+    assert found.average_steps == pytest.approx(0.42)
+    assert found.predicted.step_s == pytest.approx(0.1)
+    # Of few layers.
+    found = fragment_choice.choose(STEADY, cluster(2), max_fragments=3)
+    assert (found.every, found.fragments, found.delay) == (8, 2, 4)
+    # Two messages of 0.2 s: fragments would take as long as the whole.
+    far = Cluster(2, 1, Link(0.2, 1e10), WITHIN)
+    found = fragment_choice.choose(STEADY, far, max_fragments=9)
+    assert (found.every, found.fragments, found.delay) == (16, 1, 9)
+    assert fragment_choice.choose(STEADY, Cluster(2, 1, Link(60.0, 1e5), WITHIN), max_fragments=9) is None
 
 
 def test_local_training_across_hosts_averages_gradients_within_them():
     # On a host of 8, buckets of 1 and 3 MB are ready after 50 and 100 ms; only the second one's reduction is exposed.
     within_s = 14 * 1e-5 + 1.75 * 0.0024
     reduce_s = scaling_model.allreduce_s(4_000_000, cluster(16, 8), hierarchical=True)
-    predicted = scaling_model.local_across_hosts_step(STEADY, cluster(16, 8), 8, hierarchical=True)
+    predicted = scaling_model.local_across_hosts_step(STEADY, cluster(16, 8), Averaging(8), hierarchical=True)
     assert predicted.step_s == pytest.approx(0.1 + within_s + reduce_s / 8)
-    overlapped = scaling_model.local_across_hosts_step(STEADY, cluster(16, 8), 8, overlap=True, hierarchical=True)
+    overlapped = scaling_model.local_across_hosts_step(
+        STEADY, cluster(16, 8), Averaging(8, overlap=True), hierarchical=True
+    )
     assert overlapped.step_s == pytest.approx(0.1 + within_s)
     # The ranks of a host wait for each other at every step, hosts for each other at each average.
     uneven = MeasuredStep(np.random.default_rng(1).uniform(0.05, 0.15, 1000), [])
     waits_s = {
-        "local": scaling_model.local_step(uneven, cluster(16, 8), 64).waiting_s,
-        "across hosts": scaling_model.local_across_hosts_step(uneven, cluster(16, 8), 64).waiting_s,
+        "local": scaling_model.local_step(uneven, cluster(16, 8), Averaging(64)).waiting_s,
+        "across hosts": scaling_model.local_across_hosts_step(uneven, cluster(16, 8), Averaging(64)).waiting_s,
         "sync": scaling_model.sync_step(uneven, cluster(16, 8)).waiting_s,
     }
     # The mean of the largest of 8 uniform numbers is 8/9 of their range.
@@ -144,7 +176,8 @@ def measured(ranks: int, hosts: int) -> dict:
 
 def test_predictions_of_a_job():
     """From two hosts to 64 ranks on 64 hosts; then with explicit ranks per host and links."""
-    predicted = prediction.predict(asked(), measured(2, 2), list(STEADY.seconds), list(STEADY.messages))
+    steps = (list(STEADY.seconds), list(STEADY.messages))
+    predicted = prediction.predict(asked(), measured(2, 2), *steps, max_fragments=9)
     rows = {(row["ranks"], row["mode"]): row for row in predicted["rows"]}
     assert rows.keys() == {(2, "sync"), (2, "local"), (64, "sync"), (64, "local")}
     assert rows[2, "sync"]["step_ms"] == pytest.approx(374, rel=1e-3)
@@ -155,6 +188,11 @@ def test_predictions_of_a_job():
     assert all(sum(row[name] for name in fractions) == pytest.approx(1) for row in predicted["rows"])
     assert all(row["goodput"] is None for row in predicted["rows"])
     assert prediction.table(predicted).startswith("predicted, not measured:")
+    proposed = {each["ranks"]: each for each in predicted["proposals"]}
+    assert (proposed[2]["sync_every"], proposed[2]["fragments"], proposed[2]["fragment_delay"]) == (8, 8, 1)
+    line = next(line for line in prediction.table(predicted).splitlines() if line.startswith("2 ranks:"))
+    assert "--mode local --sync-every 8 --fragments 8 --overlap --fragment-delay 1" in line
+    assert "100.0 ms a step instead of 374.0" in line
 
     within = ["--within-mbit", "10000", "--within-latency-ms", "0.01"]
     options = ["--ranks-per-host", "8", *within, "--rank-mtbf-hours", "1000"]

@@ -24,6 +24,7 @@ from hvdtrain.data import Data
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, HvdtrainError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_rank
+from hvdtrain.local_sgd.fragment_division import max_fragments
 from hvdtrain.runs.run_files import BENCH
 from hvdtrain.system import versions
 from hvdtrain.system.atomic_files import write_text
@@ -114,7 +115,9 @@ def _predict(
 ) -> dict[str, Any]:
     independent = next((case for case in cases if case.name == INDEPENDENT), cases[0])
     seconds = [each / 1000 for each in independent.clock.calls_ms()]
-    return prediction.predict(config, found, seconds, gradient_times.measure(config, task, data, session))
+    messages = gradient_times.measure(config, task, data, session)
+    fragments = max_fragments(independent.runner.model)
+    return prediction.predict(config, found, seconds, messages, max_fragments=fragments)
 
 
 def _write(found: dict[str, Any], folder: Path) -> None:

@@ -5,11 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.commands.bench import scaling_model
+from hvdtrain.commands.bench import fragment_choice, scaling_model
 from hvdtrain.commands.bench.config import BenchConfig, PredictionConfig
-from hvdtrain.commands.bench.scaling_model import Cluster, Link, MeasuredStep
+from hvdtrain.commands.bench.scaling_model import Averaging, Cluster, Link, MeasuredStep
 from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import UsageError
+
+# With less of a step in communication, sync mode is the choice: see docs/local-sgd.md.
+_MIN_COMMUNICATION = 0.2
 
 
 def require_links(config: PredictionConfig, ranks: int, hosts: int) -> None:
@@ -31,7 +34,12 @@ def _ranks_per_host(config: PredictionConfig, ranks: int, hosts: int) -> int:
 
 
 def predict(
-    config: BenchConfig, found: dict[str, Any], seconds: list[float], messages: list[tuple[int, float]]
+    config: BenchConfig,
+    found: dict[str, Any],
+    seconds: list[float],
+    messages: list[tuple[int, float]],
+    *,
+    max_fragments: int = 1,
 ) -> dict[str, Any]:
     """Predicts steps for each number of ranks, in sync and in local mode; with several ranks per host, also in local
     mode with ``--average-across host``.
@@ -40,25 +48,27 @@ def predict(
         found: the results of the measurements.
         seconds: times of single steps without communication.
         messages: see :class:`~hvdtrain.commands.bench.scaling_model.MeasuredStep`.
+        max_fragments: those that the model can be divided into.
     """
     step = MeasuredStep(np.array(seconds), messages)
     per_host = _ranks_per_host(config.prediction, found["ranks"], found["hosts"])
     link, within = _links(config, found)
-    rows = []
+    options = config.training.local_sgd
+    averaging = Averaging(options.sync_every, options.overlap, options.fragments, options.fragment_delay)
+    rows, proposals = [], []
     for ranks in config.prediction.predicted_ranks:
         hosts = math.ceil(ranks / per_host)
         nothing = Link(0.0, math.inf)
         cluster = Cluster(hosts, min(ranks, per_host), link or nothing, within or nothing)
         has_groups = hosts > 1 and per_host > 1 and within is not None
-        every, overlap = config.training.local_sgd.sync_every, config.training.local_sgd.overlap
         for hierarchical in (False, True) if has_groups else (False,):
             modes = {
                 "sync": scaling_model.sync_step(step, cluster, hierarchical=hierarchical),
-                "local": scaling_model.local_step(step, cluster, every, overlap=overlap, hierarchical=hierarchical),
+                "local": scaling_model.local_step(step, cluster, averaging, hierarchical=hierarchical),
             }
             if has_groups:
                 modes["local across hosts"] = scaling_model.local_across_hosts_step(
-                    step, cluster, every, overlap=overlap, hierarchical=hierarchical
+                    step, cluster, averaging, hierarchical=hierarchical
                 )
             for mode, made in modes.items():
                 rows.append(
@@ -75,11 +85,33 @@ def predict(
                         "goodput": None if config.prediction.rank_mtbf_hours is None else _goodput(config, ranks),
                     }
                 )
+        if (proposal := _proposal(step, cluster, max_fragments)) is not None:
+            proposals.append(proposal)
     return {
         "what": "a prediction, not a measurement",
         "links": {name: None if each is None else vars(each) for name, each in (("between", link), ("within", within))},
         "messages": messages,
         "rows": rows,
+        "proposals": proposals,
+    }
+
+
+def _proposal(step: MeasuredStep, cluster: Cluster, max_fragments: int) -> dict[str, Any] | None:
+    """Options of local SGD that hide its averages; None if sync mode needs no help, or none do."""
+    sync = scaling_model.sync_step(step, cluster)
+    if sync.communication_s < _MIN_COMMUNICATION * sync.step_s:
+        return None
+    chosen = fragment_choice.choose(step, cluster, max_fragments)
+    if chosen is None:
+        return None
+    return {
+        "ranks": cluster.ranks,
+        "sync_every": chosen.every,
+        "fragments": chosen.fragments,
+        "fragment_delay": chosen.delay,
+        "average_steps": chosen.average_steps,
+        "step_ms": 1000 * chosen.predicted.step_s,
+        "sync_step_ms": 1000 * sync.step_s,
     }
 
 
@@ -118,4 +150,14 @@ def table(predicted: dict[str, Any]) -> str:
         goodput = "" if row["goodput"] is None else f"{row['goodput']:.1%}"
         setting = (str(row["ranks"]), str(row["hosts"]), row["mode"], row["allreduce"])
         cells.append((*setting, f"{row['step_ms']:.3f}", *(f"{share:.1%}" for share in shares), goodput))
-    return "\n".join(["predicted, not measured:", *aligned(cells, num_left=0)])
+    proposals = map(_proposal_line, predicted["proposals"])
+    return "\n".join(["predicted, not measured:", *aligned(cells, num_left=0), *proposals])
+
+
+def _proposal_line(proposal: dict[str, Any]) -> str:
+    return (
+        f"{proposal['ranks']} ranks: --mode local --sync-every {proposal['sync_every']} "
+        f"--fragments {proposal['fragments']} --overlap --fragment-delay {proposal['fragment_delay']} hides averages; "
+        f"each takes {proposal['average_steps']:.2f} steps: {proposal['step_ms']:.1f} ms a step instead of "
+        f"{proposal['sync_step_ms']:.1f}"
+    )

@@ -158,29 +158,57 @@ def sync_step(step: MeasuredStep, cluster: Cluster, *, hierarchical: bool = Fals
     return Predicted(end_s, compute_s, slowest - compute_s, end_s - slowest)
 
 
-def local_step(
-    step: MeasuredStep, cluster: Cluster, every: int, *, overlap: bool = False, hierarchical: bool = False
-) -> Predicted:
-    """Predicts a step of local mode: averages every ``every`` steps, with ``overlap`` in the background."""
+@dataclasses.dataclass(frozen=True)
+class Averaging:
+    """When local SGD averages parameters."""
+
+    every: int
+    """Steps between two averages of the same parameters."""
+    overlap: bool = False
+    """In the background."""
+    fragments: int = 1
+    """Averaged one after the other, one of them every ``every / fragments`` steps."""
+    delay: int | None = None
+    """Steps after which an average in the background is merged (default: those to the next)."""
+
+    @property
+    def round_steps(self) -> int:
+        """Steps between two averages."""
+        return max(1, self.every // self.fragments)
+
+    def exposed_s(self, num_bytes: int, step_s: float, reduce_s: "Reduction") -> float:
+        """The part of the averages of all parameters that is not hidden, per step.
+
+        Args:
+            step_s: time of a step without them.
+        """
+        average_s = reduce_s(math.ceil(num_bytes / self.fragments))
+        # Averages are made one after the other: a longer delay hides no more than the steps between two of them.
+        hiding_steps = self.round_steps if self.delay is None else min(self.delay, self.round_steps)
+        hidden_s = hiding_steps * step_s if self.overlap else 0.0
+        return max(0.0, average_s - hidden_s) / self.round_steps
+
+
+def local_step(step: MeasuredStep, cluster: Cluster, averaging: Averaging, *, hierarchical: bool = False) -> Predicted:
+    """Predicts a step of local mode."""
     rng = np.random.default_rng(0)
-    rounds = rng.choice(step.seconds, (_DRAWS, every)).mean(axis=1)
+    rounds = rng.choice(step.seconds, (_DRAWS, averaging.round_steps)).mean(axis=1)
     compute_s, slowest = float(np.mean(step.seconds)), slowest_s(rounds, cluster.ranks)
-    reduce_s = allreduce_s(step.bytes, cluster, hierarchical=hierarchical)
-    exposed_s = max(0.0, reduce_s - every * slowest) if overlap else reduce_s
-    return Predicted(slowest + exposed_s / every, compute_s, slowest - compute_s, exposed_s / every)
+    exposed_s = averaging.exposed_s(step.bytes, slowest, Reduction(cluster, hierarchical))
+    return Predicted(slowest + exposed_s, compute_s, slowest - compute_s, exposed_s)
 
 
 def local_across_hosts_step(
-    step: MeasuredStep, cluster: Cluster, every: int, *, overlap: bool = False, hierarchical: bool = False
+    step: MeasuredStep, cluster: Cluster, averaging: Averaging, *, hierarchical: bool = False
 ) -> Predicted:
     """Predicts a step of local mode with ``--average-across host``: between averages, each host trains in sync mode."""
     on_host = sync_step(step, dataclasses.replace(cluster, hosts=1))
     rng = np.random.default_rng(0)
-    slowest_of_host = rng.choice(step.seconds, (_DRAWS, every, cluster.ranks_per_host)).max(axis=2)
+    slowest_of_host = rng.choice(step.seconds, (_DRAWS, averaging.round_steps, cluster.ranks_per_host)).max(axis=2)
     compute_s, slowest = on_host.compute_s, slowest_s(slowest_of_host.mean(axis=1), cluster.hosts)
-    reduce_s = allreduce_s(step.bytes, cluster, hierarchical=hierarchical)
-    round_s = every * (slowest + on_host.communication_s)
-    exposed_s = on_host.communication_s + (max(0.0, reduce_s - round_s) if overlap else reduce_s) / every
+    exposed_s = on_host.communication_s + averaging.exposed_s(
+        step.bytes, slowest + on_host.communication_s, Reduction(cluster, hierarchical)
+    )
     return Predicted(slowest + exposed_s, compute_s, slowest - compute_s, exposed_s)
 
 

@@ -73,7 +73,7 @@ class LocalStrategy(Strategy):
         if self._config.wait_free:
             self._run_round()
             return
-        steps = min(max_steps, self._train_step.max_steps, self._averager.steps_to_round_end)
+        steps = min(max_steps, self._train_step.max_steps, self._averager.steps_until_due)
         self._make_steps(steps)
         self._progress.step += steps
         self.average_if_due(steps)
@@ -83,7 +83,7 @@ class LocalStrategy(Strategy):
         progress = self._progress
         is_open = True
         while is_open:
-            steps = min(self._train_step.max_steps, self._averager.steps_to_round_end)
+            steps = min(self._train_step.max_steps, self._averager.steps_until_due)
             self._job_watch.heartbeat("training", progress.step)
             self._make_steps(steps)
             is_open = not self.average_if_due(steps)
