@@ -207,6 +207,10 @@ class ShardedEmbedding(keras.layers.Embedding):
 
         return flat, pooled
 
+    def own_table(self) -> Table:
+        """What this rank has of the table."""
+        return Table(self._embeddings.value, self._shard, self.name)
+
     def _own_rows(self, ids: tf.Tensor) -> tf.Tensor:
         """The rows of a vector of ids, on one rank."""
         known = require_known(ids, self.input_dim, self.name)
@@ -231,7 +235,7 @@ def rows_of(layers: Sequence[ShardedEmbedding], ids: Sequence[tf.Tensor]) -> lis
         return [each._own_rows(vector) for each, vector in zip(layers, ids, strict=True)]
     scope = step_scope()
     return look_up(
-        [Table(each._embeddings.value, each._shard, each.name) for each in layers],
+        [each.own_table() for each in layers],
         ids,
         first._collectives,
         dtype=first.compute_dtype,
