@@ -1,88 +1,40 @@
 """On all ranks: a model with sharded tables trains as one process does with keras.layers.Embedding."""
 
-import contextlib
-import shutil
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, loss, relative_difference, values
-from stopped_runs import StopAt
+from sharded_models import (
+    GLOBAL_BATCH,
+    IDS,
+    ROWS,
+    WIDTH,
+    Pooled,
+    X,
+    Y,
+    compiled,
+    float64,
+    make_model,
+    on_one_rank,
+    plain,
+    pooled_model,
+    trainer_of,
+    whole_values,
+)
 from trainers import make_trainer
 from trainings import COLLECTIVES, RANK, SIZE, dtype_policy
 
 import hvdtrain
-from hvdtrain.checkpoint import model_state
-from hvdtrain.checkpoint.joined_parts import JoinedParts
 from hvdtrain.data import Arrays
-from hvdtrain.distributed import replica_consistency, row_shards, runtime
-from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.replica_consistency import weights_sha256
-from hvdtrain.distributed.row_shards import RowShard, whole_of_rows, write_rows
+from hvdtrain.distributed.row_shards import write_rows
 from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.distributed.snapshot import host_array
-from hvdtrain.errors import DataError, DivergenceError, NonFiniteError, StoppedEarly, UnequalError, UsageError
-from hvdtrain.layers import EmbeddingGroup, ShardedEmbedding, whole_tables
+from hvdtrain.errors import DataError, DivergenceError, NonFiniteError, UnequalError, UsageError
+from hvdtrain.layers import EmbeddingGroup, ShardedEmbedding
 from hvdtrain.training.equality import step_check
-
-ROWS, WIDTH, IDS = 53, 6, 5
-GLOBAL_BATCH = 24
-# 245 samples: the last batch cannot be divided equally among ranks.
-_RNG = np.random.default_rng(4)
-X = (_RNG.zipf(1.3, size=(245, IDS)).clip(1, ROWS) - 1).astype(np.int32)
-Y = _RNG.integers(0, NUM_CLASSES, 245).astype(np.int32)
-
-
-@contextlib.contextmanager
-def float64():
-    with dtype_policy("float64"):
-        before = keras.config.floatx()
-        keras.config.set_floatx("float64")
-        try:
-            yield
-        finally:
-            keras.config.set_floatx(before)
-
-
-def make_model(kind=ShardedEmbedding, seed=7, **options) -> keras.Model:
-    keras.utils.set_random_seed(seed)
-    ids = keras.Input((IDS,), dtype="int32")
-    table = kind(
-        ROWS, WIDTH, embeddings_initializer=keras.initializers.RandomNormal(stddev=0.5), name="table", **options
-    )
-    hidden = layers.Flatten()(table(ids))
-    hidden = layers.Dense(8, activation="tanh")(hidden)
-    return keras.Model(ids, layers.Dense(NUM_CLASSES)(hidden))
-
-
-def whole_values(variables) -> list[np.ndarray]:
-    """The values of variables, tables joined from the rows of all ranks; on every rank."""
-    everyone = COLLECTIVES.allgather(values(variables))
-    return [
-        everyone[0][i]
-        if (shard := row_shard_of(v)) is None
-        else whole_of_rows([each[i] for each in everyone], shard.shape[0])
-        for i, v in enumerate(variables)
-    ]
-
-
-def compiled(optimizer, **options) -> keras.Model:
-    model = make_model(**options)
-    model.compile(hvdtrain.DistributedOptimizer(optimizer), loss())
-    hvdtrain.broadcast(model)
-    return model
-
-
-def plain(optimizer, weights, kind=layers.Embedding, **options) -> keras.Model:
-    """The model of one process; duplicates are summed before they are clipped or squared."""
-    model = make_model(kind, **options)
-    model.set_weights(weights)
-    model.compile(hvdtrain.DistributedOptimizer(optimizer, collectives=SingleProcessCollectives()), loss())
-    return model
-
 
 OPTIMIZERS = {
     "SGD": lambda **o: keras.optimizers.SGD(0.5, **o),
@@ -98,8 +50,6 @@ OPTIONS = [
     {"use_ema": True, "ema_momentum": 0.5, "clipvalue": 0.01},
     {"clipnorm": 0.02},
 ]
-
-
 QUICK = ("momentum", "Adagrad", "Adam")
 
 
@@ -185,23 +135,6 @@ def test_ranks_with_batches_of_different_sizes(has_own_step):
     assert relative_difference(whole_values(model.weights), values(single.weights)) < 1e-10
 
 
-def trainer_of(model, folder=None, *, optimizer=None, watch=None, source=None, **options):
-    model.compile(optimizer or keras.optimizers.Adam(0.02), loss(), metrics=["accuracy"])
-    checkpointer = None if folder is None else hvdtrain.Checkpointer(folder, model)
-    arguments = {"steps": 14, "seed": 5, "batch_size": GLOBAL_BATCH // SIZE, "log_every": 5, **options}
-    return make_trainer(
-        model, source or Arrays(X, Y), Arrays(X[:99], Y[:99]), checkpointer=checkpointer, job_watch=watch, **arguments
-    )
-
-
-def on_one_rank(make):
-    """A trainer of a single process on each rank, which holds whole tables."""
-    with pytest.MonkeyPatch.context() as patch:
-        single = runtime.Runtime(runtime.current().topology, SingleProcessCollectives())
-        patch.setattr(runtime, "_runtime", single)
-        return make()
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -282,28 +215,6 @@ def test_seeds_of_ranks_become_equal():
     assert np.array_equal(whole_values(model.weights)[0], values(expected.weights)[0])
 
 
-def pooled_model(kind, **options) -> keras.Model:
-    keras.utils.set_random_seed(3)
-    ids = keras.Input((IDS,), dtype="int32")
-    return keras.Model(ids, layers.Dense(NUM_CLASSES)(kind(ROWS, WIDTH, name="table", **options)(ids)))
-
-
-class Pooled(layers.Embedding):
-    """For comparison: in Keras' own operations."""
-
-    def __init__(self, *arguments, combiner, padding_id=None, **named):
-        super().__init__(*arguments, **named)
-        self.combiner, self.padding_id = combiner, padding_id
-
-    def call(self, ids):
-        kept = keras.ops.cast(ids != self.padding_id, self.compute_dtype)[..., None]
-        total = keras.ops.sum(super().call(keras.ops.maximum(ids, 0)) * kept, -2)
-        return total if self.combiner == "sum" else total / keras.ops.maximum(keras.ops.sum(kept, -2), 1)
-
-    def compute_output_spec(self, ids):
-        return keras.KerasTensor((*ids.shape[:-1], self.output_dim), self.compute_dtype)
-
-
 @pytest.mark.parametrize("options", [{"combiner": "sum", "padding_id": -1}, {"combiner": "mean", "padding_id": 0}])
 def test_multi_hot_ids(options):
     """Dense ids, some of them padding; a sample may have none."""
@@ -358,78 +269,6 @@ def test_one_table_looked_up_twice_in_a_step():
         model.fit(X[RANK:240:SIZE], Y[RANK:240:SIZE], batch_size=GLOBAL_BATCH // SIZE, shuffle=False, verbose=0)
         single.fit(X[:240], Y[:240], batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
     assert relative_difference(whole_values(model.weights), values(single.weights)) < 1e-10
-
-
-def grouped_model(kind, pooled, join) -> keras.Model:
-    """Five features, in four tables of two widths; one table is that of two features."""
-    keras.utils.set_random_seed(3)
-    ids = keras.Input((IDS,), dtype="int32")
-    shared = kind(ROWS, WIDTH, name="shared")
-    tables = [
-        shared,
-        kind(ROWS + 4, WIDTH + 2, name="wide"),
-        pooled(ROWS, WIDTH, combiner="mean", padding_id=0, name="pooled"),
-        shared,
-        kind(ROWS, WIDTH + 2, name="other"),
-    ]
-    rows = join(tables, [ids[:, 0], ids[:, 1], ids[:, 1:], ids[:, 2], ids[:, 3] + 0 * ids[:, 4]])
-    return keras.Model(ids, layers.Dense(NUM_CLASSES, name="logits")(layers.concatenate(rows)))
-
-
-def test_tables_in_a_group(folder):
-    def together(tables, ids):
-        return EmbeddingGroup(tables, name="group")(ids)
-
-    def one_by_one(tables, ids):
-        return [table(each) for table, each in zip(tables, ids, strict=True)]
-
-    with float64():
-        model = grouped_model(ShardedEmbedding, ShardedEmbedding, together)
-        model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adagrad(0.1)), loss())
-        hvdtrain.broadcast(model)
-        single = grouped_model(layers.Embedding, Pooled, one_by_one)
-        paths = [each.path.split("/")[-2:] for each in model.weights]
-        in_order = {tuple(each.path.split("/")[-2:]): each for each in single.weights}
-        single.set_weights([whole_values(model.weights)[paths.index([*each])] for each in in_order])
-        single.compile(
-            hvdtrain.DistributedOptimizer(keras.optimizers.Adagrad(0.1), collectives=SingleProcessCollectives()), loss()
-        )
-        model.fit(X[RANK:240:SIZE], Y[RANK:240:SIZE], batch_size=GLOBAL_BATCH // SIZE, shuffle=False, verbose=0)
-        single.fit(X[:240], Y[:240], batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
-    trained = whole_values(model.weights)
-    assert relative_difference(trained, [in_order[(*each,)].numpy() for each in paths]) < 1e-10
-    with whole_tables(model):
-        if RANK == 0:
-            model.save(folder / "grouped.keras")
-    if RANK == 0:
-        loaded = on_one_rank(lambda: keras.models.load_model(folder / "grouped.keras", compile=False))
-        assert all(map(np.array_equal, values(loaded.weights), trained))
-        kinds = [type(each) for each in loaded.get_layer("group").tables]
-        assert SIZE == 1 or kinds == [layers.Embedding, layers.Embedding, ShardedEmbedding, *[layers.Embedding] * 2]
-
-
-def test_a_group_exchanges_rows_together_and_names_the_table_of_an_unknown_id(monkeypatch):
-    exchanges, exchange = [], COLLECTIVES.exchange_parts
-    monkeypatch.setattr(
-        COLLECTIVES, "exchange_parts", lambda *given: exchanges.append(given[2]) or exchange(*given), raising=False
-    )
-    tables = {name: ShardedEmbedding(rows, WIDTH, name=name) for name, rows in (("b", ROWS), ("a", 9))}
-    group = EmbeddingGroup(tables)
-    group.build()
-    ids = {"a": tf.range(RANK), "b": tf.constant([[ROWS - 1], [0]])}  # rank 0 asks for nothing of one
-    with tf.GradientTape() as tape:
-        rows = group(ids)
-        total = tf.reduce_sum(rows["a"]) + tf.reduce_sum(rows["b"])
-    tape.gradient(total, [each.value for each in group.trainable_variables])
-    assert SIZE == 1 or [each.rpartition("_")[2] for each in exchanges] == ["ids", "rows", "gradients"]
-    assert rows["a"].shape == (RANK, WIDTH)
-    table = whole_values(tables["b"].weights)[0]
-    assert np.array_equal(rows["b"], table[[[ROWS - 1], [0]]])
-    ids["a"] = tf.constant([9 if RANK == SIZE - 1 else 8])
-    with pytest.raises(tf.errors.InvalidArgumentError, match=f"Received: 9 in a on rank {SIZE - 1}"):
-        group(ids)
-    with pytest.raises(UsageError, match=r"a dict of ids for \['a', 'b'\]. Received: <class 'list'>"):
-        group([ids["a"], ids["b"]])
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.long)])
@@ -525,33 +364,6 @@ def test_compression_leaves_rows_as_they_are():
     assert 0 < relative_difference(ours[1:], theirs[1:]) < 1e-2 or SIZE == 1
 
 
-def test_the_callback_saves_and_restores_rows(folder):
-    def fitted(epochs, seed=7):
-        model = make_model(seed=seed)
-        model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.02)), loss())
-        hvdtrain.broadcast(model)
-        made = []
-        callbacks = [
-            hvdtrain.callbacks.Checkpoint(folder, every="epoch"),
-            keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: made.append(epoch)),
-        ]
-        part = {"x": X[RANK:240:SIZE], "y": Y[RANK:240:SIZE], "batch_size": GLOBAL_BATCH // SIZE, "shuffle": False}
-        history = model.fit(**part, epochs=epochs, verbose=0, callbacks=hvdtrain.callbacks.distributed(callbacks))
-        return model, history.history["loss"], made
-
-    fitted(2)
-    keras.utils.clear_session()
-    resumed, losses, made = fitted(4, seed=300 + RANK)
-    assert made == [2, 3]
-    shutil.rmtree(folder) if RANK == 0 else None
-    COLLECTIVES.barrier()
-    keras.utils.clear_session()
-    uninterrupted, all_losses, _ = fitted(4)
-    assert losses == all_losses
-    ours, theirs = ([*each.weights, *optimizer_variables(each)] for each in (resumed, uninterrupted))
-    assert all(map(np.array_equal, values(ours), values(theirs)))
-
-
 def test_evaluate_and_predict_on_uneven_shares():
     """Ranks with fewer batches answer the lookups of the others."""
     model = make_model()
@@ -592,101 +404,6 @@ def run_step(model, data, factor=1.0):
         value = factor * loss()(y, model(x, training=True))
     model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
     return {}
-
-
-def test_stopped_and_resumed_equals_uninterrupted(folder, watch, monkeypatch):
-    """Rows are saved and restored in blocks; nothing reads a table, or a rank's part of it, as a whole."""
-    monkeypatch.setattr(row_shards, "BLOCK_BYTES", 200)
-
-    def host_array_of_replica(variable):
-        assert row_shard_of(variable) is None, f"{variable.path} was read as a whole"
-        return host_array(variable)
-
-    def tensor_of_replicas(joined, name):
-        assert SIZE == 1 or not joined.has_rows(name), f"{name} was read as a whole"
-        return tensor(joined, name)
-
-    tensor = JoinedParts.__getitem__
-    monkeypatch.setattr(model_state, "host_array", host_array_of_replica)
-    monkeypatch.setattr(replica_consistency, "host_array", host_array_of_replica)
-    monkeypatch.setattr(JoinedParts, "__getitem__", tensor_of_replicas)
-    adam = lambda: keras.optimizers.Adam(0.02, use_ema=True, ema_momentum=0.9)
-    uninterrupted = trainer_of(make_model(), optimizer=adam())
-    end = uninterrupted.fit()
-    run = trainer_of(make_model(), folder, optimizer=adam(), watch=watch, callbacks=[StopAt(watch, 5)])
-    with pytest.raises(StoppedEarly):
-        run.fit()
-    resumed = trainer_of(make_model(seed=300 + RANK), folder, optimizer=adam())
-    summary = resumed.fit()
-    assert summary["resumed_from"] == run.step
-    assert summary["weights_sha256"] == end["weights_sha256"]
-    ours, theirs = (values(optimizer_variables(each.model)) for each in (resumed, uninterrupted))
-    assert all(map(np.array_equal, ours, theirs))
-
-
-@pytest.mark.parametrize("block_bytes", [1000, pytest.param(32 << 20, marks=pytest.mark.long)])
-def test_resumes_on_one_rank_and_back(folder, block_bytes, monkeypatch):
-    """State saved by all ranks is loaded by one process, continued, and loaded by all ranks."""
-    monkeypatch.setattr(row_shards, "BLOCK_BYTES", block_bytes)
-    run = trainer_of(make_model(), folder, steps=5)
-    run.fit()
-    saved = whole_values([*run.model.weights, *optimizer_variables(run.model)])
-    if SIZE > 1:
-        reader = hvdtrain.TableReader(folder)
-        assert np.array_equal(reader.rows("table/embeddings", [[3, ROWS - 1]]), saved[0][[[3, ROWS - 1]]])
-        assert np.array_equal(reader.shard("table/embeddings", RANK), run.model.weights[0].numpy())
-        with pytest.raises(UsageError, match=f"Received: {ROWS}"):
-            reader.rows("table/embeddings", [ROWS])
-
-    def alone():
-        model = make_model(seed=9)
-        continued = trainer_of(model, folder, steps=8, batch_size=GLOBAL_BATCH)
-        found = []
-        continued.fit(on_start=lambda restored: found.extend(values([*model.weights, *optimizer_variables(model)])))
-        return continued, found
-
-    before = None
-    if RANK == 0:
-        continued, found = on_one_rank(alone)
-        assert all(map(np.array_equal, found, saved))
-        before = values([*continued.model.weights, *optimizer_variables(continued.model)])
-    before = COLLECTIVES.allgather(before)[0]
-    keras.utils.clear_session()  # rank 0 has created more models, and Keras numbers them
-    found = []
-    again = trainer_of(make_model(seed=300 + RANK), folder, steps=10)
-    again.fit(
-        on_start=lambda restored: found.extend(whole_values([*again.model.weights, *optimizer_variables(again.model)]))
-    )
-    assert all(map(np.array_equal, found, before))
-
-
-def test_rows_travel_between_any_numbers_of_ranks():
-    table = np.arange(53 * 3, dtype=np.float32).reshape(53, 3)
-    for before in (1, 2, 3, 4, 7):
-        shards = [np.asarray(RowShard((53, 3), rank, before).of(table)) for rank in range(before)]
-        assert len({each.shape for each in shards}) == 1
-        assert np.array_equal(whole_of_rows(shards, 53), table)
-
-
-def test_a_saved_model_is_plain(folder):
-    model = compiled(keras.optimizers.Adam(0.02))
-    model.fit(X[RANK:96:SIZE], Y[RANK:96:SIZE], batch_size=GLOBAL_BATCH // SIZE, verbose=0)
-    if SIZE > 1:
-        with pytest.raises(UsageError, match="whole_tables"):
-            model.save(folder / "own.keras")
-    expected = whole_values(model.weights)
-    with whole_tables(model):
-        if RANK == 0:
-            model.save(folder / "model.keras")
-            model.export(folder / "exported", verbose=False)
-    assert SIZE == 1 or isinstance(model.layers[1], ShardedEmbedding)
-    model.fit(X[RANK:48:SIZE], Y[RANK:48:SIZE], batch_size=GLOBAL_BATCH // SIZE, verbose=0)
-    if RANK == 0:
-        loaded = keras.models.load_model(folder / "model.keras", compile=False)
-        assert SIZE == 1 or type(loaded.layers[1]) is layers.Embedding
-        assert all(map(np.array_equal, values(loaded.weights), expected))
-        exported = tf.saved_model.load(str(folder / "exported"))
-        assert np.allclose(exported.serve(X[:9]), loaded.predict(X[:9], verbose=0), atol=1e-5)
 
 
 REFUSED = [
