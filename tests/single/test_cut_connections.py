@@ -36,10 +36,16 @@ def restart(collectives, monkeypatch) -> Callable[[Callable[[], object]], None]:
     return restart
 
 
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """It listens before a start: a cut that shuts what the start opens must not shut it before it accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
 @contextlib.contextmanager
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+def connection(listener: socket.socket) -> Iterator[tuple[socket.socket, socket.socket]]:
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as one,
         listener.accept()[0] as other,
     ):
@@ -54,11 +60,11 @@ def is_open(ends: tuple[socket.socket, socket.socket]) -> bool:
         return False
 
 
-def test_a_cut_shuts_what_belongs_to_the_ranks(collectives, restart):
+def test_a_cut_shuts_what_belongs_to_the_ranks(collectives, restart, listener):
     with contextlib.ExitStack() as stack:
-        others = stack.enter_context(connection())
+        others = stack.enter_context(connection(listener))
         connected = []
-        restart(lambda: connected.append(stack.enter_context(connection())))
+        restart(lambda: connected.append(stack.enter_context(connection(listener))))
         (ends,) = connected
         assert is_open(ends)
         collectives.cut()
@@ -66,19 +72,19 @@ def test_a_cut_shuts_what_belongs_to_the_ranks(collectives, restart):
         assert is_open(others)
 
 
-def test_a_cut_shuts_what_a_start_connects_later(collectives, restart):
+def test_a_cut_shuts_what_a_start_connects_later(collectives, restart, listener):
     def connect() -> None:
         collectives.cut()
-        with connection() as ends:
+        with connection(listener) as ends:
             time.sleep(0.3)
             assert not is_open(ends)
 
     restart(connect)
 
 
-def test_the_cut_of_a_start_does_not_shut_the_next_one(collectives, restart):
+def test_the_cut_of_a_start_does_not_shut_the_next_one(collectives, restart, listener):
     def connect() -> None:
-        with connection() as ends:
+        with connection(listener) as ends:
             time.sleep(0.3)
             assert is_open(ends)
 
