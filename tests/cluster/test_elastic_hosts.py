@@ -13,6 +13,7 @@ from launcher import Job
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
+    pytest.mark.lab,
     pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
 ]
 

@@ -18,6 +18,7 @@ from launcher import LONG, ROOT, Finished, Job, run_job
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
+    pytest.mark.lab,
     pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
 ]
 

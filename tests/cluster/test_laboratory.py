@@ -12,6 +12,7 @@ LAB = Path(laboratory.__file__).parent
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
+    pytest.mark.lab,
     pytest.mark.skipif(bool(missing()), reason=f"a lab needs {', '.join(missing())}"),
 ]
 

@@ -15,6 +15,7 @@ lacks = [*laboratory.missing(), *missing()]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.waits,
+    pytest.mark.lab,
     pytest.mark.skipif(bool(lacks), reason=f"Slurm in a lab needs {', '.join(lacks)}"),
 ]
 
