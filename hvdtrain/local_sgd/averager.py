@@ -301,10 +301,35 @@ class ParameterAverager:
         """The number of completed rounds, and of the steps in the current one."""
         return self.rounds, self._steps
 
+    def settle(self) -> None:
+        """Ends what is under way: merges averages that are complete, and takes back what this rank has sent for others.
+
+        Call it when the collectives have been cut, or are idle.
+        """
+        for fragment in self._fragments:
+            if fragment.pending is not None:
+                if fragment.pending.totals.has_failed:
+                    self._steps += fragment.take_back()
+                else:
+                    self._merge(fragment)
+
     def end_round(self, *, only_if_due: bool = False) -> None:
-        """Ends the round now, unless no step was made in it. All ranks must call it, at the same step."""
+        """Ends the round now, unless no step was made in it, and merges its average. All ranks must call it, at the
+        same step."""
+        self._merge_pending()
         if self._steps >= (self.every if only_if_due else 1):
             self._end_round()
+            self._merge_pending()
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """Takes over the last average from a rank that has received it, where this rank's collectives failed.
+
+        Args:
+            state: what :meth:`state` returns on the other rank.
+        """
+        self._restore_common(state)
+        for fragment, common in zip(self._fragments, state["fragments"], strict=True):
+            self._steps -= fragment.adopt(common)
 
     def start_round(self, state: Mapping[str, Any], *, missed_steps: int) -> None:
         """Joins a round in progress from another rank's last average, after that rank has made ``missed_steps`` in

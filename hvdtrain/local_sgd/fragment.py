@@ -22,6 +22,18 @@ Totals = BackgroundTask[Flats] | ImmediateTask[Flats]
 """Sums over all ranks: displacements times samples, and the facts."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """What this rank contributes to an average."""
+
+    sent: Flats
+    """Its values when the allreduce started."""
+    samples: int
+    steps: int
+    missed_steps: int
+    loss: float
+
+
 @dataclasses.dataclass
 class PendingAverage:
     """The average of a round whose allreduce has started, not yet merged."""
@@ -61,6 +73,8 @@ class Fragment:
         self._start: Flats | None = None
         self._velocity: Flats = ()
         self.pending: PendingAverage | None = None
+        self._contribution: Contribution | None = None
+        """The last one, until an average that has it is merged."""
         self._samples = self._missed_steps = 0
         self.steps = 0
         """Steps since this fragment was sent."""
@@ -106,6 +120,7 @@ class Fragment:
         self._require_own_finite(sent)
         message = self._message(sent, self._start, finished)
         samples = self._samples
+        self._contribution = Contribution(sent, samples, self.steps, self._missed_steps, self._loss)
 
         def reduce() -> Flats:
             if after is not None:
@@ -144,6 +159,7 @@ class Fragment:
         since = zip(start, self._flats.read(), pending.sent, strict=True) if pending.steps_since else ()
         self._flats.assign([begin + (now - sent) for begin, now, sent in since] or start)
         self._anchor, self._start, self.pending = anchor, start, None
+        self._contribution = None
         self._sum.merged()
         return facts
 
@@ -228,6 +244,41 @@ class Fragment:
         self.restore(state, {**mine, "pending": None, "sum": None})
         self._missed_steps = missed_steps
         self.assign_anchor()
+
+    # For ranks that change.
+
+    def take_back(self) -> int:
+        """Counts what this rank has sent in the current round again: the allreduce has failed. Returns its steps."""
+        assert self._contribution is not None
+        taken, self.pending = self._contribution, None
+        self._samples += taken.samples
+        self.steps += taken.steps
+        self._missed_steps += taken.missed_steps
+        self._loss += taken.loss
+        return taken.steps
+
+    def adopt(self, state: Mapping[str, Any]) -> int:
+        """Takes over the average to which this rank has contributed, from another rank, which has received it.
+
+        Steps made since it was sent are kept. Returns those that are not counted any more.
+
+        Args:
+            state: what :meth:`state` returns on the other rank.
+        """
+        assert self._contribution is not None
+        added, self._contribution = self._contribution, None
+        self._anchor, self._velocity = _tensors(state["anchor"]), _tensors(state["velocity"])
+        self._start = self._anchor
+        if self._alpha < 1:
+            self._start = [self._start_of(a, sent) for a, sent in zip(self._anchor, added.sent, strict=True)]
+        since = zip(self._start, self._flats.read(), added.sent, strict=True)
+        self._flats.assign([begin + (now - sent) for begin, now, sent in since])
+        self._samples -= added.samples
+        self.steps -= added.steps
+        self._missed_steps -= added.missed_steps
+        self._loss -= added.loss
+        self._sum.restore(None)
+        return added.steps
 
     def _require_finite(self, totals: Flats) -> None:
         """Raises NonFiniteError on every rank if a replica would make all others non-finite."""

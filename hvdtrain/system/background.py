@@ -12,6 +12,7 @@ class ImmediateTask(Generic[T]):
     """The result of a function that is called immediately."""
 
     is_done = True
+    has_failed = False
 
     def __init__(self, function: Callable[[], T]):
         start_s = time.perf_counter()
@@ -50,6 +51,12 @@ class BackgroundTask(Generic[T]):
     def is_done(self) -> bool:
         """Whether the function has returned or raised."""
         return not self._thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the function raised; waits for it."""
+        self.wait()
+        return self._error is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the function has returned or raised, or the timeout has passed."""

@@ -34,7 +34,7 @@ class LoopState(Protocol):
         """Compiles the step of a newcomer, by making one alone."""
 
     def undo(self) -> None:
-        """Returns to the last complete step."""
+        """Returns to the last complete step, and ends what runs in the background."""
 
     def place(self, *, has_state: bool) -> tuple[Any, ...]:
         """How far this rank has come, for comparison with others; ``has_state`` comes first."""
@@ -111,6 +111,8 @@ class Joining:
                 self._coordinator.exit()
             place = dataclasses.asdict(generation.place(self._coordinator.number))
             rendezvous = generation.address, generation.port
+            # Before there are other ranks: what runs in the background must not reduce over them.
+            self._state.undo()
             try:
                 self._collectives.restart(place, self._coordinator.interface, rendezvous)
                 self.settle()
@@ -124,7 +126,6 @@ class Joining:
     def settle(self) -> None:
         """Gives all ranks the state of the rank with the most progress. All ranks must call it."""
         state, collectives = self._state, self._collectives
-        state.undo()
         places: list[tuple[Any, ...]] = collectives.allgather(tuple(state.place(has_state=self._has_state)))
         source = places.index(max(places))
         if not places[source][0]:

@@ -90,6 +90,7 @@ class _TrainerState:
         self.parts.train_step.run(1)
 
     def undo(self) -> None:
+        self.parts.strategy.settle()
         self.parts.train_step.undo_interrupted()
         progress, steps_made = self.parts.progress, self.parts.train_step.steps_made
         progress.reduced_steps += steps_made - progress.step
@@ -100,10 +101,10 @@ class _TrainerState:
         rounds, steps_in_round = self.parts.strategy.position
         return Place(
             has_state=has_state,
-            rounds=rounds,
             step=progress.step,
             is_between_calls=progress.is_between_calls,
             is_logged=progress.is_logged,
+            rounds=rounds,
             steps_in_round=steps_in_round,
         )
 

@@ -330,9 +330,10 @@ def test_skipped_steps_are_counted_over_all_ranks_also_after_resuming(folder, wa
 class Member:
     """A rank of an elastic job in local mode, with an average every 4 steps."""
 
-    def __init__(self, steps: int = 0, make_model=tanh_model):
+    def __init__(self, steps: int = 0, make_model=tanh_model, **options):
         self.model = compiled(make_model, keras.optimizers.SGD(0.1, momentum=0.9))
-        config = train_config(mode="local", sync_every=4, batch_size=GLOBAL_BATCH // SIZE, steps=STEPS, seed=5)
+        options = {"mode": "local", "sync_every": 4, **options}
+        config = train_config(batch_size=GLOBAL_BATCH // SIZE, steps=STEPS, seed=5, **options)
         runner = StepRunner(self.model, Arrays(X, Y), config, collectives=COLLECTIVES, job_watch=JobWatch(COLLECTIVES))
         runner.start()
         self.parts = runner.parts
@@ -344,8 +345,9 @@ class Member:
 
     def settle(self, *, has_state: bool = True, num_lost: int = 1) -> None:
         """What an elastic job does with its members when they have changed."""
+        self.parts.strategy.settle()
         rounds, steps_in_round = self.parts.strategy.position
-        own = Place(has_state, rounds, self.parts.train_step.steps_made, True, True, steps_in_round)
+        own = Place(has_state, self.parts.train_step.steps_made, True, True, rounds, steps_in_round)
         places = COLLECTIVES.allgather(own)
         self.parts.strategy.take_over(places, places.index(max(places)), num_lost)
 
@@ -400,6 +402,54 @@ def test_an_average_that_no_member_received_is_repeated(monkeypatch):
     member.settle()
     member.assert_equals(Member(steps=4))
     assert member.parts.strategy.summary()["lost_steps"] == 4
+
+
+LATE = {"overlap": True, "fragment_delay": 2}
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_member_that_missed_an_average_in_the_background_takes_it_over(monkeypatch, alpha):
+    """It is sent at step 4 and merged at step 6; then others make one more step."""
+    options = {**LATE, "merge_alpha": alpha}
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0)
+        member = Member(steps=5, **options)
+        if RANK == 0:
+            with pytest.raises(RuntimeError):
+                member.train(1)
+        else:
+            member.train(2)
+    member.settle()
+    member.assert_equals(Member(steps=7, **options))
+    assert member.parts.strategy.summary()["lost_steps"] == 3
+
+
+def test_an_average_in_the_background_that_no_member_received_is_repeated(monkeypatch):
+    """Each step counts once: as if the average had been due only now."""
+    with monkeypatch.context() as patch:
+        failing(patch, fails=True)
+        member = Member(steps=5, **LATE)
+        with pytest.raises(RuntimeError):
+            member.train(1)
+    member.settle()
+    member.assert_equals(Member(steps=6, sync_every=6))
+    assert member.parts.strategy.summary()["lost_steps"] == 6
+
+
+def test_a_member_without_the_average_may_be_further(monkeypatch):
+    """Another rank has received it, and merges what it has not merged yet."""
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0)
+        member = Member(steps=7 if RANK == 0 else 5, overlap=True, fragment_delay=4)
+        member.settle()
+    strategy = member.parts.strategy
+    assert (member.parts.train_step.steps_made, strategy.position) == (7, (1, 3))
+    assert strategy.summary()["lost_steps"] == 3
+    member.train(1)
+    strategy.end_round()
+    with strategy.synchronized():
+        assert equal_on_all_ranks(values(member.model.weights))
+    assert strategy.state()["total_samples"] == sum(COLLECTIVES.allgather(member.parts.feed.plan.own_samples(0, 8)))
 
 
 def test_a_view_of_the_averaged_model_that_fails_leaves_the_weights_of_a_rank(monkeypatch):

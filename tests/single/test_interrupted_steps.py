@@ -215,7 +215,7 @@ def test_an_interrupted_step_is_repeated_as_if_it_had_not_been(case):
         assert made.parts.train_step.steps_made == INTERRUPTED
         made.parts.train_step.undo_interrupted()
         assert all(np.array_equal(a, b) for a, b in zip(state(made), start, strict=True))
-        made.parts.strategy.take_over([Place(True, 0, INTERRUPTED, True, True, 0)], 0, 0)
+        made.parts.strategy.take_over([Place(True, INTERRUPTED, True, True, 0, 0)], 0, 0)
         made.parts.restart_with(made.plan)
     train(made, STEPS)
     assert all(np.array_equal(a, b) for a, b in zip(state(made), state(uninterrupted), strict=True))

@@ -126,6 +126,9 @@ class LocalStrategy(Strategy):
     def position(self) -> tuple[int, int]:
         return self._averager.position
 
+    def settle(self) -> None:
+        self._averager.settle()
+
     def end_round(self) -> None:
         self._averager.end_round()
 
@@ -135,17 +138,22 @@ class LocalStrategy(Strategy):
     def take_over(self, places: Sequence[Place], source: int, num_lost: int) -> None:
         rank, furthest = self._collectives.rank, places[source]
         self._own_collectives.rank = rank
+        # While averages are computed in the background, another rank may be further in steps.
+        averaged = max(places, key=lambda place: (place.has_state, place.rounds, place.step))
+        steps_in_round = averaged.steps_in_round + furthest.step - averaged.step
         if not all(place.has_state for place in places):
             self._share_variables(places[rank], source)
-        if any(place[:2] != furthest[:2] for place in places):
-            self._share_average(places[rank], furthest, source)
+        if any(not place.has_state or place.rounds != averaged.rounds for place in places):
+            self._share_average(places[rank], averaged, places.index(averaged), steps_in_round)
+        if not places[rank].has_state:
+            self._train_step.skip_to(furthest.step)
         # Samples are still assigned to the previous ranks: each trains on all that was assigned to it.
         while (behind := furthest.step - self._train_step.steps_made) > 0:
             steps = min(behind, self._train_step.max_steps)
             self._make_steps(steps)
             samples, loss = self._results_of(steps)
             self._averager.record(samples, steps, loss)
-        if lost := num_lost * furthest.steps_in_round:
+        if lost := num_lost * steps_in_round:
             self._lost_steps += lost
             if rank == 0:
                 where = f"before step {furthest.step + 1}: those since the last average"
@@ -162,16 +170,16 @@ class LocalStrategy(Strategy):
             for variable, value in kept:
                 variable.assign(value)
 
-    def _share_average(self, own: Place, furthest: Place, source: int) -> None:
-        """Replaces the replicas of newcomers, and of ranks that missed the last average, with that average."""
+    def _share_average(self, own: Place, averaged: Place, source: int, steps_in_round: int) -> None:
+        """Gives the last average to newcomers, which start from it, and to ranks that have contributed but not received
+        it."""
         is_source = self._collectives.rank == source
         state = self._collectives.allgather(self.state() if is_source else None)[source]
         if not own.has_state:
             self._lost_steps = state["lost_steps"]
-            self._averager.start_round(state, missed_steps=furthest.steps_in_round)
-            self._train_step.skip_to(furthest.step)
-        elif own.rounds < furthest.rounds:
-            self._averager.start_round(state, missed_steps=0)
+            self._averager.start_round(state, missed_steps=steps_in_round)
+        elif own.rounds < averaged.rounds:
+            self._averager.adopt(state)
 
     @property
     def updates(self) -> int:

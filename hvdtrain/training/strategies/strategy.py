@@ -34,11 +34,11 @@ class Place(NamedTuple):
     """How far a rank has come. Places compare by progress."""
 
     has_state: bool
-    rounds: int
-    """Completed averages of parameters; 0 in sync mode."""
     step: int
     is_between_calls: bool
     is_logged: bool
+    rounds: int
+    """Completed averages of parameters; 0 in sync mode."""
     steps_in_round: int
     """Steps since the last average; 0 in sync mode."""
 
@@ -108,6 +108,13 @@ class Strategy(Protocol):
     def position(self) -> tuple[int, int]:
         """The number of completed averages of parameters, and of steps since the last one. By default, none."""
         return 0, 0
+
+    def settle(self) -> None:
+        """Ends what runs in the background, on this rank alone: the collectives have been cut, or are idle.
+
+        By default, nothing.
+        """
+        return
 
     def end_round(self) -> None:
         """Averages now, because some ranks are leaving. All ranks must call it.
