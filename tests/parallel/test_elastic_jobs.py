@@ -252,6 +252,21 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     assert found["steps"] == 130
 
 
+def test_averages_in_the_background_survive_lost_ranks(tmp_path):
+    events = [[30, 2, "SIGKILL", "within"], [61, 0, "SIGKILL", "before"], [100, 1, "SIGTERM", "before"]]
+    options = ["--mode", "local", "--sync-every", "8", "--overlap", "--outer", "nesterov", "--learning-rate", "0.01"]
+    ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "160")))
+    assert ended.code == 0, ended.output
+    assert job.happened() == 3
+    found = summary(tmp_path / "run")
+    lines = [line for line in ended.output.splitlines() if "local step(s) of 1 rank(s)" in line]
+    # A round in which a rank is lost has up to twice as many steps: those whose average failed, and those since.
+    assert 0 < found["lost_steps"] < len(lines) * 16
+    assert found["steps"] == 160
+    assert found["samples"] == 5 * 1437 + 10 * GLOBAL_BATCH
+    assert found["eval"]["accuracy"] > 0.9
+
+
 @pytest.mark.long
 def test_the_same_losses_lead_to_the_same_bits(tmp_path):
     """Whichever ranks are lost: the job ends before a process that is started again is ready."""
