@@ -286,7 +286,7 @@ RULES: Sequence[Excludes | Needs] = (
     # Elastic jobs.
     *_excludes(
         ELASTIC,
-        *(QUORUM, WAIT_FREE, FRAGMENTS, ACROSS_HOSTS, SYNC_STEPS_FIRST, AUTOTUNE),
+        *(QUORUM, FRAGMENTS, ACROSS_HOSTS, SYNC_STEPS_FIRST, AUTOTUNE),
         why=_NO_CHANGE,
         instead="use launch/run --restarts",
     ),

@@ -72,7 +72,7 @@ class ParameterAverager:
         self._collectives = collectives or runtime.current().collectives
         note_averaged(model)
         self._config = config = config or LocalSGDConfig()
-        if config.wait_free and self._collectives.size == 1:
+        if config.wait_free and self._collectives.size == 1 and not self._collectives.may_change:
             raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")
         build_optimizer(model)
         self._model = model
@@ -306,6 +306,9 @@ class ParameterAverager:
 
         Call it when the collectives have been cut, or are idle.
         """
+        if self._closing is not None:
+            self._closing.wait()
+            self._closing = None
         for fragment in self._fragments:
             if fragment.pending is not None:
                 if fragment.pending.totals.has_failed:

@@ -93,8 +93,9 @@ class _TrainerState:
         self.parts.strategy.settle()
         self.parts.train_step.undo_interrupted()
         progress, steps_made = self.parts.progress, self.parts.train_step.steps_made
-        progress.reduced_steps += steps_made - progress.step
-        progress.step = steps_made
+        if self.parts.strategy.in_lockstep:
+            progress.reduced_steps += steps_made - progress.step
+            progress.step = steps_made
 
     def place(self, *, has_state: bool) -> Place:
         progress = self.parts.progress

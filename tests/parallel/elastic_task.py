@@ -1,7 +1,8 @@
 """A task for elastic jobs: in double precision, smooth, and with processes that send themselves signals.
 
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
-``before`` that step, or ``within`` it, between its forward pass and the reduction. Each event happens once, and is
+``before`` that step, or ``within`` it, between its forward pass and the reduction, or ``from`` it on: within the first
+step that the rank makes of those, for ranks that do not count each. Each event happens once, and is
 noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow.
 With ``connect`` and ``settle`` instead, the first number is how often this process has connected to other ranks, or
 settled with them; with ``build`` and ``end``, it is 1.
@@ -31,7 +32,7 @@ keras.config.set_dtype_policy("float64")
 
 
 MODELS: list[keras.Model] = []
-STEP = ("before", "within")
+STEP = ("before", "within", "from")
 
 
 def events() -> list[list]:
@@ -51,7 +52,7 @@ def wait_for_ranks(step: int) -> None:
 def events_at(step: int, where: str) -> None:
     path = os.environ.get("HVDTRAIN_TEST_EVENTS")
     for i, (at, rank, name, place) in enumerate(events()):
-        if (at, place) != (step, where):
+        if (at, place) != (step, where) and not (place == "from" and where == "within" and step >= at):
             continue
         if runtime.collectives().size > 1 and runtime.collectives().rank == rank:
             try:

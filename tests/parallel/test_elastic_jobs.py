@@ -267,6 +267,18 @@ def test_averages_in_the_background_survive_lost_ranks(tmp_path):
     assert found["eval"]["accuracy"] > 0.9
 
 
+def test_a_job_without_waiting_survives_lost_ranks(tmp_path):
+    events = [[30, 1, "SIGTERM", "from"], [60, 0, "SIGKILL", "from"]]
+    options = ["--mode", "local", "--sync-every", "8", "--wait-free", "--learning-rate", "0.01"]
+    ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "160")))
+    assert ended.code == 0, ended.output
+    assert job.happened() == 2
+    assert "leaves: SIGTERM on host" in ended.output
+    found = summary(tmp_path / "run")
+    assert found["steps"] == 160
+    assert found["eval"]["accuracy"] > 0.9
+
+
 @pytest.mark.long
 def test_the_same_losses_lead_to_the_same_bits(tmp_path):
     """Whichever ranks are lost: the job ends before a process that is started again is ready."""

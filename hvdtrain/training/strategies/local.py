@@ -47,6 +47,8 @@ class LocalStrategy(Strategy):
             starts=False,
         )
         self._own_collectives = SingleProcessCollectives(self._collectives.rank)
+        self._counted_from = config.sync_steps_first, 0
+        """With ``wait_free``: the progress when these ranks began to train together, and the steps averaged by then."""
         self._lost_steps = 0
         self._losses = LossOfSteps(self._model) if config.sync_schedule == "adacomm" else None
 
@@ -87,11 +89,15 @@ class LocalStrategy(Strategy):
             self._job_watch.heartbeat("training", progress.step)
             self._make_steps(steps)
             is_open = not self.average_if_due(steps)
-        made = self._config.sync_steps_first + self._averager.total_steps // self._collectives.size
-        progress.step = min(self._total_steps, max(progress.step, made))
+        progress.step = min(self._total_steps, max(progress.step, self._steps_of_all()))
         for leaf in leaves_of(self._model):
             # A learning-rate schedule follows the progress of the run, not the speed of this rank.
             keras_internals.ITERATIONS.of(leaf).assign(progress.step)
+
+    def _steps_of_all(self) -> int:
+        """The steps that these ranks would have made if they had made them together."""
+        step, averaged_before = self._counted_from
+        return step + (self._averager.total_steps - averaged_before) // self._collectives.size
 
     def _make_steps(self, steps: int) -> None:
         if self._losses is not None:
@@ -140,25 +146,33 @@ class LocalStrategy(Strategy):
         self._own_collectives.rank = rank
         # While averages are computed in the background, another rank may be further in steps.
         averaged = max(places, key=lambda place: (place.has_state, place.rounds, place.step))
-        steps_in_round = averaged.steps_in_round + furthest.step - averaged.step
+        steps_in_round = averaged.steps_in_round + (furthest.step - averaged.step if self.in_lockstep else 0)
         if not all(place.has_state for place in places):
             self._share_variables(places[rank], source)
         if any(not place.has_state or place.rounds != averaged.rounds for place in places):
-            self._share_average(places[rank], averaged, places.index(averaged), steps_in_round)
+            missed_steps = steps_in_round if self.in_lockstep else 0
+            self._share_average(places[rank], averaged, places.index(averaged), missed_steps)
         if not places[rank].has_state:
             self._train_step.skip_to(furthest.step)
-        # Samples are still assigned to the previous ranks: each trains on all that was assigned to it.
-        while (behind := furthest.step - self._train_step.steps_made) > 0:
-            steps = min(behind, self._train_step.max_steps)
-            self._make_steps(steps)
-            samples, loss = self._results_of(steps)
-            self._averager.record(samples, steps, loss)
+        if self.in_lockstep:
+            self._catch_up(furthest.step)
         if lost := num_lost * steps_in_round:
             self._lost_steps += lost
             if rank == 0:
                 where = f"before step {furthest.step + 1}: those since the last average"
                 report(0, f"lost {lost} local step(s) of {num_lost} rank(s) {where}")
-        self._averager.end_round(only_if_due=True)
+        if self.in_lockstep:
+            self._averager.end_round(only_if_due=True)
+        else:
+            self._counted_from = furthest.step, self._averager.total_steps
+
+    def _catch_up(self, step: int) -> None:
+        """Makes the steps that others have made; samples are still assigned to the previous ranks."""
+        while (behind := step - self._train_step.steps_made) > 0:
+            steps = min(behind, self._train_step.max_steps)
+            self._make_steps(steps)
+            samples, loss = self._results_of(steps)
+            self._averager.record(samples, steps, loss)
 
     def _share_variables(self, own: Place, source: int) -> None:
         """Replaces the variables of newcomers, including per-rank ones such as slots."""
@@ -170,14 +184,14 @@ class LocalStrategy(Strategy):
             for variable, value in kept:
                 variable.assign(value)
 
-    def _share_average(self, own: Place, averaged: Place, source: int, steps_in_round: int) -> None:
+    def _share_average(self, own: Place, averaged: Place, source: int, missed_steps: int) -> None:
         """Gives the last average to newcomers, which start from it, and to ranks that have contributed but not received
         it."""
         is_source = self._collectives.rank == source
         state = self._collectives.allgather(self.state() if is_source else None)[source]
         if not own.has_state:
             self._lost_steps = state["lost_steps"]
-            self._averager.start_round(state, missed_steps=steps_in_round)
+            self._averager.start_round(state, missed_steps=missed_steps)
         elif own.rounds < averaged.rounds:
             self._averager.adopt(state)
 
@@ -200,7 +214,7 @@ class LocalStrategy(Strategy):
         return {**self._averager.summary(), "lost_steps": self._lost_steps}
 
     def state(self) -> dict[str, Any]:
-        return {**self._averager.state(), "lost_steps": self._lost_steps}
+        return {**self._averager.state(), "lost_steps": self._lost_steps, "counted_from": self._counted_from}
 
     def rank_state(self) -> dict[str, Any]:
         return self._averager.rank_state()
@@ -209,3 +223,9 @@ class LocalStrategy(Strategy):
         assert state is not None
         self._averager.restore(state, rank_state)
         self._lost_steps = state["lost_steps"]
+        step, averaged_before = state["counted_from"]
+        if rank_state is None:
+            # Other ranks than before.
+            step = max(self._progress.step, self._config.sync_steps_first)
+            averaged_before = self._averager.total_steps
+        self._counted_from = step, averaged_before

@@ -77,6 +77,9 @@ class PostLocalStrategy(Strategy):
     def position(self) -> tuple[int, int]:
         return self._current.position
 
+    def settle(self) -> None:
+        self._current.settle()
+
     def end_round(self) -> None:
         self._current.end_round()
 
