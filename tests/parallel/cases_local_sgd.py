@@ -452,6 +452,35 @@ def test_a_member_without_the_average_may_be_further(monkeypatch):
     assert strategy.state()["total_samples"] == sum(COLLECTIVES.allgather(member.parts.feed.plan.own_samples(0, 8)))
 
 
+def assert_each_step_has_counted_once(member: Member) -> None:
+    member.parts.strategy.finish()
+    assert equal_on_all_ranks(values(member.model.weights))
+    made = member.parts.feed.plan.own_samples(0, member.parts.train_step.steps_made)
+    assert member.parts.strategy.state()["total_samples"] == sum(COLLECTIVES.allgather(made))
+
+
+def test_a_member_that_waits_for_no_other_takes_over_what_it_missed(monkeypatch):
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0, after=1)  # The first of two sums ends the round.
+        member = Member(steps=1, wait_free=True)
+        member.settle()
+    assert member.parts.strategy.position[0] == 1
+    member.train(2)
+    assert_each_step_has_counted_once(member)
+
+
+def test_a_round_without_waiting_that_could_not_end_goes_on(monkeypatch):
+    member = Member(wait_free=True)
+    with monkeypatch.context() as patch:
+        failing(patch, fails=True)
+        with pytest.raises(RuntimeError):
+            member.train(1)
+    member.settle()
+    assert member.parts.strategy.position[0] == 0
+    member.train(2)
+    assert_each_step_has_counted_once(member)
+
+
 def test_a_view_of_the_averaged_model_that_fails_leaves_the_weights_of_a_rank(monkeypatch):
     member = Member(steps=2, make_model=batchnorm_model)
     before = values(member.model.weights)
