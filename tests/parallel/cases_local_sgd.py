@@ -463,9 +463,18 @@ def test_a_member_that_waits_for_no_other_takes_over_what_it_missed(monkeypatch)
     with monkeypatch.context() as patch:
         failing(patch, fails=RANK == 0, after=1)  # The first of two sums ends the round.
         member = Member(steps=1, wait_free=True)
+        if RANK == 0:
+            member.parts.train_step.run(1)
+            member.parts.strategy.average_if_due(1)
+        steps = member.parts.train_step.steps_made
         member.settle()
+    assert member.parts.train_step.steps_made == steps
     assert member.parts.strategy.position[0] == 1
+    averaged = member.parts.strategy.state()["total_steps"]
     member.train(2)
+    # The step of the rank that was furthest, and those of all since.
+    since = member.parts.strategy.state()["total_steps"] - averaged
+    assert member.parts.progress.step == max(COLLECTIVES.allgather(steps)) + since // SIZE
     assert_each_step_has_counted_once(member)
 
 
