@@ -222,6 +222,7 @@ def test_other_models_machines_and_versions_are_measured_again(rounds, monkeypat
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_trials_take_a_small_share_of_the_run(rounds):
     """Steps of 2 ms: two other settings are made, all three measured for 5 blocks, and XLA takes 8 s and 2 x 5 blocks.
 

@@ -220,6 +220,7 @@ TASK = hvdtrain.Task(
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_would_diverge_is_measured(tmp_path):
     task = tmp_path / "diverging.py"
     task.write_text(DIVERGING)

@@ -300,6 +300,7 @@ def test_the_times_of_many_ranks_and_steps_stay_small(num_ranks, tmp_path):
     assert "Rank 7 is the slowest" in next(each for each in figures([read_run(tmp_path)]) if each.name == "ranks").says
 
 
+@pytest.mark.slow
 def test_long_runs_give_pages_of_the_same_size(tmp_path):
     sizes = [len(page.html([read_run(make_run(tmp_path / str(steps), steps=steps))])) for steps in (100_000, 300_000)]
     assert sizes[1] < 1.1 * sizes[0]

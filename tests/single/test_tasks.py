@@ -348,6 +348,7 @@ def test_dlrm_reads_click_logs(tmp_path):
             dlrm.read_data(tmp_path)
 
 
+@pytest.mark.slow
 def test_dlrm_learns_from_its_sample_data(tmp_path):
     sample_data.write("synthetic-dlrm", tmp_path)
     task = load_task("synthetic-dlrm")

@@ -120,6 +120,7 @@ def values_of(model):
     return {variable.path: np.array(variable) for variable in variables}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_execution", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_nothing_is_updated_from_a_bad_step_on(steps_per_execution):
     options = {"epochs": None, "jit_compile": True, "steps_per_execution": steps_per_execution}
@@ -132,6 +133,7 @@ def test_nothing_is_updated_from_a_bad_step_on(steps_per_execution):
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_skipped():
     options = {"epochs": None, "steps": 8, "on_nan": "skip"}
     plain, expected = trained(make_model(more=[BadAtStep(3)]), jit_compile=False, **options)
@@ -141,6 +143,7 @@ def test_a_bad_step_is_skipped():
         np.testing.assert_allclose(ours_each, plain_each, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_no_trace_in_statistics():
     model = make_model()
     model.get_layer(index=-1).kernel.assign(np.full((6, 3), np.nan))
