@@ -26,6 +26,7 @@ sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
 from rank_jobs import measured_on_ranks
 
+MPIRUN = [sys.executable, str(LAUNCH / "mpirun.py")]
 RANKS, FIRST_PORT, DELAY_MS, TIMEOUT_S = 2, 4470, 0.5, 600
 
 
@@ -63,7 +64,7 @@ def times_of_ranks(arguments: argparse.Namespace, optimizer: str, lab: Laborator
     """The milliseconds of steps of ranks, by the kind of the table."""
     options = ["--run", "--rows", str(arguments.rows), "--kinds", *arguments.kinds]
     options += ["--batch-size", str(arguments.batch_size), "--pairs", str(arguments.pairs), "--optimizer", optimizer]
-    launcher = None if lab is None else lab.command(lab.names[0], [str(LAUNCH / "mpirun.sh"), "-H", lab.slots()])
+    launcher = None if lab is None else lab.command(lab.names[0], [*MPIRUN, "-H", lab.slots()])
     found = measured_on_ranks(RANKS, str(HERE / "sharded_embedding.py"), *options, launcher=launcher)
     times: dict[str, list[float]] = found[0]["times"]
     return times
