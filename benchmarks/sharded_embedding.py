@@ -22,7 +22,7 @@ from rank_jobs import measured_on_ranks, tell
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("sharded", "sparse", "dense")
-WIDTH, IDS_PER_SAMPLE, EXPONENT = 64, 8, 1.05
+WIDTH, IDS_PER_SAMPLE, EXPONENT, WARM_UP = 64, 8, 1.05, 5
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     kinds = [kind for kind in KINDS if kind in arguments.kinds]
     runners = {kind: runner(kind) for kind in kinds}
-    for _ in range(2):
+    for _ in range(WARM_UP):
         for each in runners.values():
             step_ms(each)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}

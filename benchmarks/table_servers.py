@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", default=["sgd", "adagrad"])
     parser.add_argument("--kinds", nargs="*", choices=("sharded", "sparse", "dense"), default=["sharded", "sparse"])
     parser.add_argument("--rate-mbit", type=float, help="on two hosts of the lab with links of this rate")
-    parser.add_argument("--pairs", type=int, default=10, help="measurements in a job")
+    parser.add_argument("--pairs", type=int, default=20, help="measurements in a job")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     path = HERE / "results" / "table_servers.json"
