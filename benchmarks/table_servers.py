@@ -3,8 +3,8 @@
     launch/run python benchmarks/table_servers.py                    # two ranks; two servers and two workers
     launch/run python benchmarks/table_servers.py --rate-mbit 1000   # on two hosts; as root, with iproute2 and sshd
 
-Ids are Zipf-distributed (exponent 1.05). A job of each kind in turn, ``--repeats`` times: a job of ranks makes steps
-with a sharded table, and with replicated ones whose gradients are sparse or dense, one after the other; in the other
+Ids are Zipf-distributed (exponent 1.05). A job of each kind in turn, ``--repeats`` times: a job of ranks makes
+blocks of steps with a sharded table, and with replicated ones whose gradients are sparse or dense; in the other
 job two servers hold the table, and each of two workers asks for the distinct rows of its batch, and pushes their
 gradients, without waiting for the other (``tf.distribute.ParameterServerStrategy`` in a loop without Keras). Prints
 how many times as long as a step of the sharded table the others take: medians over repeats, lowest and highest. The
@@ -28,6 +28,8 @@ from rank_jobs import measured_on_ranks
 
 MPIRUN = [sys.executable, str(LAUNCH / "mpirun.py")]
 RANKS, FIRST_PORT, DELAY_MS, TIMEOUT_S = 2, 4470, 0.5, 600
+BLOCK = 8
+"""Steps of a measurement, as in peers/table_server.py."""
 
 
 def times_of_servers(arguments: argparse.Namespace, optimizer: str, lab: Laboratory | None) -> list[float]:
@@ -64,6 +66,7 @@ def times_of_ranks(arguments: argparse.Namespace, optimizer: str, lab: Laborator
     """The milliseconds of steps of ranks, by the kind of the table."""
     options = ["--run", "--rows", str(arguments.rows), "--kinds", *arguments.kinds]
     options += ["--batch-size", str(arguments.batch_size), "--pairs", str(arguments.pairs), "--optimizer", optimizer]
+    options += ["--block", str(BLOCK)]
     launcher = None if lab is None else lab.command(lab.names[0], [*MPIRUN, "-H", lab.slots()])
     found = measured_on_ranks(RANKS, str(HERE / "sharded_embedding.py"), *options, launcher=launcher)
     times: dict[str, list[float]] = found[0]["times"]
@@ -96,7 +99,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", default=["sgd", "adagrad"])
     parser.add_argument("--kinds", nargs="*", choices=("sharded", "sparse", "dense"), default=["sharded", "sparse"])
     parser.add_argument("--rate-mbit", type=float, help="on two hosts of the lab with links of this rate")
-    parser.add_argument("--pairs", type=int, default=20, help="measurements in a job")
+    parser.add_argument("--pairs", type=int, default=10, help="measurements in a job, of 8 steps each")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     path = HERE / "results" / "table_servers.json"

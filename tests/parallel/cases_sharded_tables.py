@@ -172,6 +172,7 @@ def test_trainer_is_that_of_one_process(options):
     assert len(set(COLLECTIVES.allgather(summary["weights_sha256"]))) == 1
 
 
+@pytest.mark.long  # cases_table_checkpoints.py compares a run that resumes with one that does not
 def test_runs_are_bit_identical():
     digests = [trainer_of(make_model()).fit()["weights_sha256"] for _ in range(2)]
     assert digests[0] == digests[1]
