@@ -92,12 +92,13 @@ def run(arguments: argparse.Namespace) -> None:
         return exchange(tensor, lengths, name)
 
     own = x[topology.rank :: topology.size][: arguments.batch_size]
-    table = runners["sharded"].model.get_layer("table")
-    collectives.exchange_parts = counted
-    with tf.GradientTape() as tape:
-        value = tf.reduce_sum(table(own))
-    tape.gradient(value, table.trainable_variables[0].value)
-    del collectives.exchange_parts
+    if "sharded" in runners:
+        table = runners["sharded"].model.get_layer("table")
+        collectives.exchange_parts = counted
+        with tf.GradientTape() as tape:
+            value = tf.reduce_sum(table(own))
+        tape.gradient(value, table.trainable_variables[0].value)
+        del collectives.exchange_parts
     distinct = np.unique(own)
     asked = int(np.sum(distinct % topology.size != topology.rank))
     everyone = collectives.allgather((sent, asked))
@@ -142,8 +143,8 @@ def compare(ranks: int, optimizer: str, arguments: argparse.Namespace) -> dict[s
     print(
         f"{ranks} ranks, {arguments.rows:,} x {WIDTH}, {optimizer}, batch {arguments.batch_size} of {IDS_PER_SAMPLE} "
         f"ids: rows and state on a rank {megabytes}; step {result['step_ms']['sharded']:.1f} ms sharded, "
-        f"{ratios_text}, over {arguments.pairs} blocks of {arguments.block} steps; all ranks send {sent:.2f} MB a step for the table, least "
-        f"{least:.2f} MB",
+        f"{ratios_text}, over {arguments.pairs} blocks of {arguments.block} steps; all ranks send {sent:.2f} MB a step "
+        f"for the table, least {least:.2f} MB",
         flush=True,
     )
     return result
