@@ -54,26 +54,29 @@ def rows_asked(ranks: int, placement: str) -> np.ndarray:
     return counts
 
 
-def exchange_s(sizes: np.ndarray, per_host: int, between: Link, within: Link, message_s: float) -> float:
+def waits_in_open_mpi(num_ranks: int) -> bool:
+    """Whether MPI_Alltoallv of Open MPI 4.1 sends a message when the one before has arrived, or all at once."""
+    return num_ranks < 4 or 64 <= num_ranks < 128 or 256 <= num_ranks < 1024
+
+
+def exchange_s(sizes: np.ndarray, per_host: int, between: Link, within: Link, *, waits: bool) -> float:
     """The time of one exchange between ranks that start together.
 
     Args:
         sizes: bytes from each rank to each other one.
         between: of a host, shared by its ranks. One line leads out, one in.
-        message_s: see :data:`MESSAGE_S`.
+        waits: whether a rank sends a message when the one before has arrived.
     """
     num_ranks = len(sizes)
     ranks = np.arange(num_ranks)
     hosts = ranks // per_host
-    # Open MPI 4.1's choice of MPI_Alltoallv.
-    waits = num_ranks < 4 or 64 <= num_ranks < 128 or 256 <= num_ranks < 1024
     sent_s, received_s = np.zeros(num_ranks), np.zeros(num_ranks)
     out_s, in_s = np.zeros(hosts[-1] + 1), np.zeros(hosts[-1] + 1)
     for distance in range(1, num_ranks):
         to, source = (ranks + distance) % num_ranks, (ranks - distance) % num_ranks
         bits = 8.0 * sizes[ranks, to]
         is_far = hosts != hosts[to]
-        sent_s += message_s + np.where(is_far, 0.0, bits / within.bits_per_second)
+        sent_s += MESSAGE_S + np.where(is_far, 0.0, bits / within.bits_per_second)
         arrival_s = sent_s + within.latency_s
         if is_far.any():
             line_s = np.where(is_far, bits / between.bits_per_second, 0.0)
@@ -86,23 +89,23 @@ def exchange_s(sizes: np.ndarray, per_host: int, between: Link, within: Link, me
             # A line carries on with what arrives while it is busy.
             in_s = np.maximum(in_s + entering_s, last_s)
             arrival_s = np.where(is_far, np.maximum(in_s[hosts[to]], far_s), arrival_s)
-        received_s = np.maximum(received_s, arrival_s[source]) + message_s
+        received_s = np.maximum(received_s, arrival_s[source]) + MESSAGE_S
         if waits:
             sent_s = np.maximum(sent_s, received_s)
     return float(max(sent_s.max(), received_s.max()))
 
 
 def flat_s(sizes: np.ndarray) -> float:
-    return exchange_s(sizes, PER_HOST, BETWEEN, WITHIN, MESSAGE_S)
+    return exchange_s(sizes, PER_HOST, BETWEEN, WITHIN, waits=waits_in_open_mpi(len(sizes)))
 
 
 def hierarchical_s(sizes: np.ndarray) -> float:
     """Within hosts, then between the ranks of the same number of all hosts, which share the lines of their hosts."""
     by_place = sizes.reshape(-1, PER_HOST, len(sizes) // PER_HOST, PER_HOST)  # host, rank, to host, to rank
-    within_s = max(exchange_s(each, PER_HOST, BETWEEN, WITHIN, MESSAGE_S) for each in by_place.sum(2))
+    within_s = max(exchange_s(each, PER_HOST, BETWEEN, WITHIN, waits=False) for each in by_place.sum(2))
     share = Link(BETWEEN.latency_s, BETWEEN.bits_per_second / PER_HOST)
     between = by_place.sum(1).transpose(2, 0, 1)  # rank, host, to host
-    return within_s + max(exchange_s(each, 1, share, WITHIN, MESSAGE_S) for each in between)
+    return within_s + max(exchange_s(each, 1, share, WITHIN, waits=False) for each in between)
 
 
 def step_of(counts: np.ndarray, time_s: Any) -> float:
@@ -188,7 +191,9 @@ def check(samples: int) -> list[dict[str, Any]]:
             for name in ("rows", "nothing")
         )
         counts = rows_asked(ranks, "random")
-        simulated = 1000 * exchange_s(ROW_BYTES * counts, per_host, Link(0.0, 1e6 * LAB_MBIT), WITHIN, MESSAGE_S)
+        lines = Link(0.0, 1e6 * LAB_MBIT)
+        waits = waits_in_open_mpi(ranks)
+        simulated = 1000 * exchange_s(ROW_BYTES * counts, per_host, lines, WITHIN, waits=waits)
         error = simulated / (rows - nothing) - 1
         print(
             f"{num_hosts} hosts of {per_host} ranks, {LAB_MBIT:g} Mbit/s: rows {rows:.1f} ms, nothing "

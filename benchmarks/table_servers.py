@@ -3,8 +3,8 @@
     launch/run python benchmarks/table_servers.py                    # two ranks; two servers and two workers
     launch/run python benchmarks/table_servers.py --rate-mbit 1000   # on two hosts; as root, with iproute2 and sshd
 
-Ids are Zipf-distributed (exponent 1.05). A job of each kind in turn, ``--repeats`` times: ranks with a sharded table, or
-with replicated ones whose gradients are sparse or dense; in the last job two servers hold the table, and each of two
+Ids are Zipf-distributed (exponent 1.05). A job of each kind in turn, ``--repeats`` times: ranks with a sharded table,
+or with replicated ones whose gradients are sparse or dense; in the last job two servers hold the table, and each of two
 workers asks for the distinct rows of its batch, and pushes their gradients, without waiting for the other
 (``tf.distribute.ParameterServerStrategy`` in a loop without Keras). Prints how many times as long as a step of the
 sharded table the others take: medians over repeats, lowest and highest. The last results are in
