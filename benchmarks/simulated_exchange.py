@@ -59,20 +59,23 @@ def waits_in_open_mpi(num_ranks: int) -> bool:
     return num_ranks < 4 or 64 <= num_ranks < 128 or 256 <= num_ranks < 1024
 
 
-def exchange_s(sizes: np.ndarray, per_host: int, between: Link, within: Link, *, waits: bool) -> float:
+def exchange_s(
+    sizes: np.ndarray, per_host: int, between: Link, within: Link, *, waits: bool, distances: range | None = None
+) -> float:
     """The time of one exchange between ranks that start together.
 
     Args:
         sizes: bytes from each rank to each other one.
         between: of a host, shared by its ranks. One line leads out, one in.
         waits: whether a rank sends a message when the one before has arrived.
+        distances: from a rank to those that it sends messages to, in order (default: all).
     """
     num_ranks = len(sizes)
     ranks = np.arange(num_ranks)
     hosts = ranks // per_host
     sent_s, received_s = np.zeros(num_ranks), np.zeros(num_ranks)
     out_s, in_s = np.zeros(hosts[-1] + 1), np.zeros(hosts[-1] + 1)
-    for distance in range(1, num_ranks):
+    for distance in distances or range(1, num_ranks):
         to, source = (ranks + distance) % num_ranks, (ranks - distance) % num_ranks
         bits = 8.0 * sizes[ranks, to]
         is_far = hosts != hosts[to]
@@ -100,12 +103,16 @@ def flat_s(sizes: np.ndarray) -> float:
 
 
 def hierarchical_s(sizes: np.ndarray) -> float:
-    """Within hosts, then between the ranks of the same number of all hosts, which share the lines of their hosts."""
-    by_place = sizes.reshape(-1, PER_HOST, len(sizes) // PER_HOST, PER_HOST)  # host, rank, to host, to rank
+    """Within hosts, then between the ranks of the same number of all hosts."""
+    num_ranks, num_hosts = len(sizes), len(sizes) // PER_HOST
+    by_place = sizes.reshape(num_hosts, PER_HOST, num_hosts, PER_HOST)  # host, rank, to host, to rank
     within_s = max(exchange_s(each, PER_HOST, BETWEEN, WITHIN, waits=False) for each in by_place.sum(2))
-    share = Link(BETWEEN.latency_s, BETWEEN.bits_per_second / PER_HOST)
-    between = by_place.sum(1).transpose(2, 0, 1)  # rank, host, to host
-    return within_s + max(exchange_s(each, 1, share, WITHIN, waits=False) for each in between)
+    collected = np.zeros_like(by_place)
+    for place in range(PER_HOST):
+        collected[:, place, :, place] = by_place[..., place].sum(1)
+    others = range(PER_HOST, num_ranks, PER_HOST)
+    collected = collected.reshape(num_ranks, num_ranks)
+    return within_s + exchange_s(collected, PER_HOST, BETWEEN, WITHIN, waits=False, distances=others)
 
 
 def step_of(counts: np.ndarray, time_s: Any) -> float:
