@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.commands.bench import scaling_model
-from hvdtrain.commands.bench.scaling_model import Cluster, Link, MeasuredStep
+from hvdtrain.commands.bench.scaling_model import Averaging, Cluster, Link, MeasuredStep
 
 RESULTS = Path(__file__).resolve().parent / "results" / "simulated_averaging.json"
 PER_HOST, EVERY = 8, 16
@@ -33,8 +33,8 @@ SIZE = sum(size for size, _ in BUCKETS)
 RANKS = (16, 64, 256, 1024, 4096)
 PREDICTIONS = {
     "sync": scaling_model.sync_step,
-    "local": functools.partial(scaling_model.local_step, every=EVERY),
-    "local across hosts": functools.partial(scaling_model.local_across_hosts_step, every=EVERY),
+    "local": functools.partial(scaling_model.local_step, averaging=Averaging(EVERY)),
+    "local across hosts": functools.partial(scaling_model.local_across_hosts_step, averaging=Averaging(EVERY)),
 }
 
 

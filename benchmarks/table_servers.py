@@ -3,12 +3,12 @@
     launch/run python benchmarks/table_servers.py                    # two ranks; two servers and two workers
     launch/run python benchmarks/table_servers.py --rate-mbit 1000   # on two hosts; as root, with iproute2 and sshd
 
-Ids are Zipf-distributed (exponent 1.05). A job of each kind in turn, ``--repeats`` times: a job of ranks makes steps
-with a sharded table, and with replicated ones whose gradients are sparse or dense, one after the other; in the other
-job two servers hold the table, and each of two workers asks for the distinct rows of its batch, and pushes their
-gradients, without waiting for the other (``tf.distribute.ParameterServerStrategy`` in a loop without Keras). Prints
-how many times as long as a step of the sharded table the others take: medians over repeats, lowest and highest. The
-last results are in ``benchmarks/results/table_servers.json``.
+Ids are Zipf-distributed (exponent 1.05). A job of each kind in turn, ``--repeats`` times: ranks with a sharded table,
+or with replicated ones whose gradients are sparse or dense; in the last job two servers hold the table, and each of two
+workers asks for the distinct rows of its batch, and pushes their gradients, without waiting for the other
+(``tf.distribute.ParameterServerStrategy`` in a loop without Keras). Prints how many times as long as a step of the
+sharded table the others take: medians over repeats, lowest and highest. The last results are in
+``benchmarks/results/table_servers.json``.
 """
 
 import argparse
@@ -26,7 +26,10 @@ sys.path.insert(0, str(LAUNCH / "lab"))
 from laboratory import Laboratory
 from rank_jobs import measured_on_ranks
 
+MPIRUN = [sys.executable, str(LAUNCH / "mpirun.py")]
 RANKS, FIRST_PORT, DELAY_MS, TIMEOUT_S = 2, 4470, 0.5, 600
+BLOCK = 8
+"""Steps of a measurement, as in peers/table_server.py."""
 
 
 def times_of_servers(arguments: argparse.Namespace, optimizer: str, lab: Laboratory | None) -> list[float]:
@@ -59,20 +62,21 @@ def times_of_servers(arguments: argparse.Namespace, optimizer: str, lab: Laborat
     return times
 
 
-def times_of_ranks(arguments: argparse.Namespace, optimizer: str, lab: Laboratory | None) -> dict[str, list[float]]:
-    """The milliseconds of steps of ranks, by the kind of the table."""
-    options = ["--run", "--rows", str(arguments.rows), "--kinds", *arguments.kinds]
+def times_of_ranks(arguments: argparse.Namespace, optimizer: str, lab: Laboratory | None, kind: str) -> list[float]:
+    """The milliseconds of a step of ranks with a table of this kind."""
+    options = ["--run", "--rows", str(arguments.rows), "--kinds", kind]
     options += ["--batch-size", str(arguments.batch_size), "--pairs", str(arguments.pairs), "--optimizer", optimizer]
-    launcher = None if lab is None else lab.command(lab.names[0], [str(LAUNCH / "mpirun.sh"), "-H", lab.slots()])
+    options += ["--block", str(BLOCK)]
+    launcher = None if lab is None else lab.command(lab.names[0], [*MPIRUN, "-H", lab.slots()])
     found = measured_on_ranks(RANKS, str(HERE / "sharded_embedding.py"), *options, launcher=launcher)
-    times: dict[str, list[float]] = found[0]["times"]
+    times: list[float] = found[0]["times"][kind]
     return times
 
 
 def compare(arguments: argparse.Namespace, optimizer: str, lab: Laboratory | None) -> dict[str, Any]:
     medians: dict[str, list[float]] = {}
     for _ in range(arguments.repeats):
-        found: dict[str, list[float]] = times_of_ranks(arguments, optimizer, lab)
+        found = {kind: times_of_ranks(arguments, optimizer, lab, kind) for kind in arguments.kinds}
         found["servers"] = times_of_servers(arguments, optimizer, lab)
         for kind, times in found.items():
             medians.setdefault(kind, []).append(statistics.median(times))
@@ -95,7 +99,7 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", default=["sgd", "adagrad"])
     parser.add_argument("--kinds", nargs="*", choices=("sharded", "sparse", "dense"), default=["sharded", "sparse"])
     parser.add_argument("--rate-mbit", type=float, help="on two hosts of the lab with links of this rate")
-    parser.add_argument("--pairs", type=int, default=10, help="measurements in a job")
+    parser.add_argument("--pairs", type=int, default=10, help="measurements in a job, of 8 steps each")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     path = HERE / "results" / "table_servers.json"

@@ -42,6 +42,7 @@ class HorovodCollectives:
         self._operations = HorovodOperations(hvd)
         self._compiled_sums: dict[str, Callable[..., Any]] = {}
         self._zero: tf.Variable | None = None
+        self._longest: dict[str, tf.Variable] = {}
         self._process_sets: dict[tuple[int, ...], Any] = {}
         if hvd.size() < launcher.fewest_ranks:
             raise UsageError(
@@ -277,9 +278,27 @@ class HorovodCollectives:
     def exchange_parts(self, tensor: tf.Tensor, lengths: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         # Horovod does not know bfloat16, and moves bytes here.
         sent = tf.bitcast(tensor, tf.int16) if tensor.dtype == tf.bfloat16 else tensor
-        received, numbers = self._operations.alltoall(self._known_late(sent), tf.cast(lengths, tf.int32), name)
+        sent = self._known_late(sent)
+        if self.cross_size > 1:
+            sent = self._of_known_shape(sent, name)
+        received, numbers = self._operations.alltoall(sent, tf.cast(lengths, tf.int32), name)
         received = tf.bitcast(received, tf.bfloat16) if tensor.dtype == tf.bfloat16 else received
         return tf.ensure_shape(received, [None, *tensor.shape[1:]]), tf.ensure_shape(numbers, lengths.shape)
+
+    def _of_known_shape(self, rows: tf.Tensor, name: str) -> tf.Tensor:
+        """A message with rows at its end that are not sent, so that it is as long as the longest one so far.
+
+        If no rank's message has a new shape, Horovod needs one round trip less to agree on it.
+        """
+        if name not in self._longest:
+            with tf.init_scope(), tf.device("CPU"):
+                self._longest[name] = tf.Variable(0, trainable=False)
+        longest, number = self._longest[name], tf.shape(rows)[0]
+        # The reserve keeps later messages from being longer.
+        known = tf.where(number > longest, number + number // 8, longest)
+        with tf.control_dependencies([longest.assign(known)]):
+            missing = known - number
+        return tf.pad(rows, [[0, missing], *[[0, 0]] * (rows.shape.rank - 1)])
 
     def all_true(self, value: tf.Tensor) -> tf.Tensor:
         flag = self._operations.allreduce(tf.cast(value, tf.int32), self._hvd.Min, "hvdtrain_all_true")
@@ -295,6 +314,7 @@ class ProcessSetCollectives(HorovodCollectives):
         self._operations = HorovodOperations(world._hvd, process_set)
         self._compiled_sums = {}
         self._zero = None
+        self._longest = {}
 
     def _global_rank(self, rank: int) -> int:
         return self._process_set.ranks[rank]

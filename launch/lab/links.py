@@ -94,15 +94,14 @@ class Line:
 def carry(devices: list[int], names: list[str], prefix: bytes, lines: list[Line], control: socket.socket) -> None:
     with contextlib.suppress(OSError):  # Not permitted in some containers.
         os.nice(-20)  # Ranks on the same cores must not slow down the network.
-    poll = select.epoll()
-    for device in (*devices, control.fileno()):
-        poll.register(device, select.EPOLLIN)
+    sources = [*devices, control.fileno()]
     numbers = {device: i for i, device in enumerate(devices)}
     cut: set[int] = set()
     while True:
         next_s = min(line.next_s() for line in lines)
-        timeout_s = -1.0 if next_s == math.inf else max(0.0, next_s - time.monotonic())
-        for ready, _ in poll.poll(timeout_s):
+        timeout_s = None if next_s == math.inf else max(0.0, next_s - time.monotonic())
+        # Not epoll, which waits for whole milliseconds: delays would be longer than set.
+        for ready in select.select(sources, [], [], timeout_s)[0]:
             if ready == control.fileno():
                 message = json.loads(control.recv(4096))
                 (cut.add if message["is_cut"] else cut.discard)(names.index(message["host"]))

@@ -1,4 +1,4 @@
-"""On all ranks: tables in a group exchange their rows together, and train as one process does."""
+"""On all ranks: how rows of sharded tables are exchanged; tables in a group exchange theirs together."""
 
 import keras
 import numpy as np
@@ -6,13 +6,14 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, loss, relative_difference, values
-from sharded_models import GLOBAL_BATCH, IDS, ROWS, WIDTH, Pooled, X, Y, float64, on_one_rank, whole_values
+from sharded_models import GLOBAL_BATCH, IDS, ROWS, WIDTH, Pooled, X, Y, compiled, float64, on_one_rank, whole_values
 from trainings import COLLECTIVES, RANK, SIZE
 
 import hvdtrain
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.layers import EmbeddingGroup, ShardedEmbedding, whole_tables
+from hvdtrain.optim import step_reduction
 
 
 def grouped_model(kind, pooled, join) -> keras.Model:
@@ -85,3 +86,46 @@ def test_a_group_exchanges_rows_together_and_names_the_table_of_an_unknown_id(mo
         group(ids)
     with pytest.raises(UsageError, match=r"a dict of ids for \['a', 'b'\]. Received: <class 'list'>"):
         group([ids["a"], ids["b"]])
+
+
+def test_messages_between_hosts_keep_their_shape(monkeypatch):
+    """Horovod knows messages of the same shape; rows are the same, on one host and on several."""
+    sent, send = [], COLLECTIVES._operations.alltoall
+    monkeypatch.setattr(COLLECTIVES._operations, "alltoall", lambda *given: sent.append(given[0].shape) or send(*given))
+    monkeypatch.setattr(type(COLLECTIVES), "cross_size", 2)
+    for count in (40, 44, 0, 60):
+        own = tf.range(100.0 * RANK, 100.0 * RANK + SIZE * count)[:, tf.newaxis]
+        rows, numbers = COLLECTIVES.exchange_parts(own, tf.fill([SIZE], count), "shapes")
+        expected = [100.0 * rank + count * RANK + np.arange(count) for rank in range(SIZE)]
+        assert np.array_equal(rows, np.reshape(expected, [-1, 1]))
+        assert np.array_equal(numbers, [count] * SIZE)
+    assert [each[0] for each in sent] == [45 * SIZE] * 3 + [SIZE * 60 * 9 // 8]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank sends nothing")
+@pytest.mark.parametrize("bucket_bytes", [step_reduction.BUCKET_BYTES, 0])
+def test_small_gradients_are_sent_after_those_of_tables(bucket_bytes, monkeypatch):
+    monkeypatch.setattr(step_reduction, "BUCKET_BYTES", bucket_bytes)
+    model = compiled(keras.optimizers.SGD(0.1))
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            value = loss()(y, model(x, training=True))
+        model.optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
+
+    operations = step.get_concrete_function(tf.constant(X[:4]), tf.constant(Y[:4])).graph.get_operations()
+    (of_rows,) = [each for each in operations if each.type == "HorovodAlltoall" and each.name.endswith("_gradients")]
+    reductions = [each for each in operations if "hvdtrain_gradients" in each.name or each.type == "HorovodAllreduce"]
+    assert reductions
+    assert {of_rows in ancestors(each) for each in reductions} == {bucket_bytes > 0}
+
+
+def ancestors(operation):
+    found, waiting = set(), [operation]
+    while waiting:
+        each = waiting.pop()
+        before = [*(tensor.op for tensor in each.inputs), *each.control_inputs]
+        waiting += [one for one in before if one not in found]
+        found.update(before)
+    return found

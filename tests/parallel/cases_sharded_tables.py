@@ -34,6 +34,7 @@ from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import DataError, DivergenceError, NonFiniteError, UnequalError, UsageError
 from hvdtrain.layers import EmbeddingGroup, ShardedEmbedding
+from hvdtrain.optim.pipeline import pipeline_of
 from hvdtrain.training.equality import step_check
 
 OPTIMIZERS = {
@@ -172,6 +173,7 @@ def test_trainer_is_that_of_one_process(options):
     assert len(set(COLLECTIVES.allgather(summary["weights_sha256"]))) == 1
 
 
+@pytest.mark.long  # cases_table_checkpoints.py compares a run that resumes with one that does not
 def test_runs_are_bit_identical():
     digests = [trainer_of(make_model()).fit()["weights_sha256"] for _ in range(2)]
     assert digests[0] == digests[1]
@@ -345,6 +347,20 @@ def test_a_step_that_is_not_finite_is_skipped_by_the_ranks_of_all_rows(bad_row):
     theirs = [each[:-1] if i == 0 else each for i, each in enumerate(values(single.weights))]
     assert all(np.isfinite(each).all() for each in used)
     assert relative_difference(used, theirs) < 1e-4
+
+
+def test_all_ranks_learn_of_rows_of_one_rank_that_are_not_finite():
+    """Even if no other gradient shows it."""
+    model = compiled(keras.optimizers.SGD(0.1))
+    variables = model.trainable_variables
+    gradients = [
+        tf.zeros_like(each.value)
+        if row_shard_of(each) is None
+        else tf.IndexedSlices(tf.fill([1, WIDTH], np.nan if RANK == 0 else 1.0), tf.constant([0]), each.shape)
+        for each in variables
+    ]
+    reduced = pipeline_of(model.optimizer).reduce(variables, gradients)
+    assert not np.isfinite(reduced.total([tf.nn.l2_loss(each) for each in reduced.buckets]))
 
 
 def test_compression_leaves_rows_as_they_are():

@@ -20,7 +20,7 @@ JOBS = {
     ("subsets", 4): 13,
     ("quorum", 2): 10,
     ("compression+sharded_optimizer", 2): 55,
-    ("sharded_tables+embedding_groups+table_checkpoints", 2): 40,
+    ("sharded_tables+embedding_groups+table_checkpoints", 2): 43,
 }
 # A training after the other: on 4 ranks and 2 cores several minutes of them. With the cases that are marked long.
 LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ranks == 2}
@@ -32,8 +32,8 @@ LONG_JOBS |= {
     ("local_sgd", 4): 30,
     ("numerics+large_messages", 4): 36,
     ("resume", 4): 15,
-    ("sharded_tables+embedding_groups+table_checkpoints", 2): 48,
-    ("sharded_tables+embedding_groups+table_checkpoints", 3): 48,
+    ("sharded_tables+embedding_groups+table_checkpoints", 2): 52,
+    ("sharded_tables+embedding_groups+table_checkpoints", 3): 52,
 }
 
 

@@ -171,6 +171,7 @@ def test_horovodrun():
     assert "SECRET" not in ours
     # Existing values take precedence, and then no rules are set.
     own = {"OMPI_MCA_btl_tcp_flags": "put", "OMPI_MCA_coll_tuned_allreduce_algorithm": "3"}
+    own["OMPI_MCA_btl_tcp_eager_limit"] = "65536"
     assert horovodrun.environment(own, made) == own
 
 
