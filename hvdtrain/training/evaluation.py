@@ -48,7 +48,7 @@ def evaluate(
         UsageError: the model is not compiled, or the state of a metric is not a sum.
     """
     ranks = collectives or runtime.current().collectives
-    source = shared_source(data, "hvdtrain.evaluate", batch_size, ranks)
+    source = shared_source(data, model, "hvdtrain.evaluate", batch_size, ranks)
     if not model.compiled:
         raise UsageError("the model must be compiled to be evaluated. Received: one that is not. Call model.compile.")
     dataset = evaluation_dataset(source, batch_size, ranks.rank, ranks.size)
@@ -69,10 +69,11 @@ def evaluate(
     return values
 
 
-def shared_source(data: Any, function: str, batch_size: int, ranks: Collectives) -> Source:
+def shared_source(data: Any, model: keras.Model, function: str, batch_size: int, ranks: Collectives) -> Source:
     """The source of data that ranks read together.
 
     Args:
+        data: as for :func:`evaluate`; a list of an array for each of several inputs of the model is x, as in Keras.
         function: what the user has called.
 
     Raises:
@@ -83,7 +84,8 @@ def shared_source(data: Any, function: str, batch_size: int, ranks: Collectives)
     def opened() -> Source:
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1. Received: {batch_size}")
-        return as_source(data)
+        is_x = isinstance(data, list) and len(data) == len(getattr(model, "inputs", None) or ()) > 1
+        return as_source((data,) if is_x and all(hasattr(each, "shape") for each in data) else data)
 
     require_same_call(function, ranks)
     source = on_every_rank(opened, ranks)
