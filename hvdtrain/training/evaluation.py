@@ -35,7 +35,8 @@ def evaluate(
         model: compiled.
         data: all samples, the same on every rank: a source of ``hvdtrain.data``, or what Keras takes
             (``tf.data.Dataset``, PyDataset, arrays as ``(x, y[, sample_weight])``, also in lists and dicts; a list of
-            arrays for a model with several inputs is x). For data that are already divided among the ranks, pass ``hvdtrain.callbacks.distributed()`` to ``model.evaluate`` instead.
+            arrays for a model with several inputs is x). For data that are already divided among the ranks, pass
+            ``hvdtrain.callbacks.distributed()`` to ``model.evaluate`` instead.
         batch_size: samples per rank and batch; a ``tf.data.Dataset`` of batches is batched again.
         collectives: the ranks that evaluate together (default: those of ``hvdtrain.init()``).
 
