@@ -108,7 +108,8 @@ class UnequalAfterEvent(layers.Layer):
         if "HVDTRAIN_TEST_UNEQUAL" not in os.environ:
             return x
         path = Path(f"{os.environ['HVDTRAIN_TEST_EVENTS']}.0")
-        share = tf.numpy_function(lambda: np.asarray(path.exists(), x.dtype), [], x.dtype)
+        share = tf.numpy_function(lambda: np.asarray(path.exists(), np.float64), [], tf.float64)
+        share = tf.ensure_shape(share, [])
         return x - share * tf.stop_gradient(tf.reduce_mean(x, 0))
 
 
