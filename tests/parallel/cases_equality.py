@@ -140,7 +140,9 @@ RECURRENT = {
 }
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("dropout", "gathers") else pytest.mark.long) for kind in RECURRENT]
+)
 def test_recurrent_layers(kind):
     finding = of_sequences(*RECURRENT[kind]).run((SEQUENCES, Y[:BATCH]))
     assert (finding.unequal, finding.unchecked) == (None, None)

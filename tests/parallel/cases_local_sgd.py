@@ -133,7 +133,10 @@ def test_post_local_sgd():
     assert relative_difference(values(one.weights), values(two.weights)) < 1e-6
 
 
-@pytest.mark.parametrize(("sync_steps_first", "checks"), [(0, 0), (1, 1), (20, 2)])
+@pytest.mark.parametrize(
+    ("sync_steps_first", "checks"),
+    [(1, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [(0, 0), (20, 2)])],
+)
 def test_the_synchronous_steps_are_checked(sync_steps_first, checks, monkeypatch):
     """The first one, and when the next check is due, which its cost would delay."""
     findings = []

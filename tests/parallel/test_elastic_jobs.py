@@ -161,6 +161,7 @@ def test_ranks_that_are_lost_before_the_first_step_and_after_the_last(tmp_path):
     assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60))
 
 
+@pytest.mark.long
 def test_a_rank_that_is_lost_in_the_check_of_a_step(tmp_path):
     """The first step is checked when it is made: the second forward pass is that of the check."""
     job = ElasticJob("1:2", tmp_path, [[2, 1, "SIGKILL", "within"]], length=("--steps", "60"))
@@ -171,6 +172,7 @@ def test_a_rank_that_is_lost_in_the_check_of_a_step(tmp_path):
     assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60))
 
 
+@pytest.mark.long
 def test_a_program_is_checked_again_after_a_change_of_ranks(tmp_path, monkeypatch):
     """A layer that depends on other samples only after a rank was lost."""
     monkeypatch.setenv("HVDTRAIN_TEST_UNEQUAL", "1")
