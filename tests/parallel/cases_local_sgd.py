@@ -135,7 +135,7 @@ def test_post_local_sgd():
 
 @pytest.mark.parametrize(
     ("sync_steps_first", "checks"),
-    [(1, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in [(0, 0), (20, 2)])],
+    [pytest.param(0, 0, marks=pytest.mark.long), (1, 1), pytest.param(20, 2, marks=pytest.mark.long)],
 )
 def test_the_synchronous_steps_are_checked(sync_steps_first, checks, monkeypatch):
     """The first one, and when the next check is due, which its cost would delay."""
