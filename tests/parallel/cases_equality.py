@@ -257,21 +257,6 @@ def test_where_a_step_is_not_that_of_one_process(place):
     assert "hvdtrain.init(on_unequal='warn')" in str(caught.value)
 
 
-@pytest.fixture
-def half_precision():
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("bfloat16")
-    yield
-    keras.config.set_dtype_policy(before)
-
-
-@pytest.mark.usefixtures("half_precision")
-def test_the_rounding_of_half_precision_hides_no_difference():
-    fit(network())
-    with pytest.raises(UnequalError, match="depends on the other samples"):
-        fit(network(Centred()))
-
-
 def test_other_values_are_noted(capfd):
     fit(network(kind=Returns))
     text = capfd.readouterr().err

@@ -51,9 +51,6 @@ class Outcome:
     """Other numbers that the step returns: their means over ranks."""
 
 
-# In half precision, larger changes would make other weights of them.
-_LARGEST_PERTURBATION = 2.0**-10
-
 Draw = Callable[[WrittenVariables], contextlib.AbstractContextManager[None]]
 
 
@@ -201,9 +198,7 @@ class CheckedStep:
         for variable in self._model.trainable_variables:
             if keras.backend.is_float_dtype(variable.dtype):
                 own = variable.numpy()
-                epsilon = _epsilon(variable.dtype)
-                size = max(epsilon, min(units * epsilon, _LARGEST_PERTURBATION))
-                noise = 1 + size * generator.choice([-1.0, 1.0], own.shape)
+                noise = 1 + units * _epsilon(variable.dtype) * generator.choice([-1.0, 1.0], own.shape)
                 variable.assign((own.astype(np.float64) * noise).astype(own.dtype))
 
     def _metrics(self, ranks: Collectives) -> dict[str, np.ndarray]:
