@@ -24,8 +24,8 @@ class Arrays(NumberedSource):
     Large arrays are not copied, and memory-mapped ones (``np.load(…, mmap_mode="r")``) are read batch by batch.
 
     Args:
-        x: the inputs: an array, or a structure (dict, tuple) of arrays of shape ``[num_samples, …]``, of numbers or
-            strings. The rows of scipy's sparse matrices become dense when they are read.
+        x: the inputs: an array, or a structure (dict, tuple, list) of arrays of shape ``[num_samples, …]``, of numbers
+            or strings. The rows of scipy's sparse matrices become dense when they are read.
         y: the targets, likewise; None for models that train on x alone.
         sample_weight: shape ``[num_samples]``; None weights all samples equally.
         augment: called during training as ``x, y = augment(x, y, seed)`` on single samples. ``seed``, int32
@@ -41,8 +41,8 @@ class Arrays(NumberedSource):
         super().__init__(augment)
         if y is None and sample_weight is not None:
             raise UsageError("sample_weight needs y, the targets that it weights. Received: sample_weight without y.")
-        self.x = tf.nest.map_structure(_as_array, x)
-        self.y = None if y is None else tf.nest.map_structure(_as_array, y)
+        self.x = _as_arrays(x)
+        self.y = None if y is None else _as_arrays(y)
         self._parts: Parts = (self.x,) if y is None else (self.x, self.y)
         if sample_weight is not None:
             self._parts += (np.asarray(sample_weight, keras.config.floatx()),)
@@ -106,6 +106,11 @@ class _SparseRows:
 
 def _is_in_memory(array: Any) -> bool:
     return isinstance(array, np.ndarray) and not isinstance(array, np.memmap)
+
+
+def _as_arrays(structure: Any) -> Any:
+    # As in Keras: tf.data would stack the arrays of a list.
+    return keras.tree.lists_to_tuples(tf.nest.map_structure(_as_array, structure))
 
 
 def _as_array(array: Any) -> Any:

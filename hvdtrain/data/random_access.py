@@ -186,6 +186,7 @@ def _parts_of(sample: Any) -> Parts:
             f"a sample must be x, (x, y) or (x, y, sample_weight). Received: a tuple of {len(parts)}. Put several "
             "inputs into a list or dict."
         )
+    parts = keras.tree.lists_to_tuples(parts)  # As in Keras: tf.data would stack the arrays of a list.
     return parts
 
 

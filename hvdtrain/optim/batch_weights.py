@@ -33,16 +33,19 @@ class BatchWeight:
         return None if self.is_in_loss else self.value
 
 
-def batch_weight(data: Any, pipelines: Pipelines) -> BatchWeight | None:
+def batch_weight(data: Any, pipelines: Pipelines, *, is_of_update: bool = False) -> BatchWeight | None:
     """The weight of a batch; None where ranks are not weighted.
 
     These are sums of losses, several batches per update, and layers that each rank trains alone.
+
+    Args:
+        is_of_update: whether each rank's batches of an update have the same number of samples.
     """
     flat = [each for each in tf.nest.flatten(data) if each is not None and len(getattr(each, "shape", ()))]
     averages = all(
         pipeline.reduce.config.op == "average" and not pipeline.reduce.local_variables() for _, pipeline in pipelines
     )
-    accumulates = any(leaf.gradient_accumulation_steps for leaf, _ in pipelines)
+    accumulates = not is_of_update and any(leaf.gradient_accumulation_steps for leaf, _ in pipelines)
     if not flat or not averages or accumulates:
         return None
     first = flat[0]

@@ -143,13 +143,28 @@ def _run_in_fit(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
     return run_weighted_train_step(model, train_step, data)
 
 
-def run_weighted_train_step(model: Any, train_step: Callable[[Any], Any], data: Any) -> Any:
-    """Runs the ``train_step`` of a model that is distributed; each rank counts by its number of samples."""
+def run_weighted_train_step(
+    model: Any,
+    train_step: Callable[[Any], Any],
+    data: Any,
+    *,
+    is_update: bool = False,
+    is_weighted_later: bool = False,
+) -> Any:
+    """Runs the ``train_step`` of a model that is distributed; each rank counts by its number of samples.
+
+    Args:
+        is_update: whether each rank's batches of an update have the same number of samples.
+        is_weighted_later: whether the caller multiplies loss and gradients by the weight.
+    """
     pipelines = pipelines_of(model)
     _, first = pipelines[0]
-    weight = batch_weight(data, pipelines) if first.reduce.collectives.reduces else None
+    weight = batch_weight(data, pipelines, is_of_update=is_update) if first.reduce.collectives.reduces else None
     if weight is None:
         return run_train_step(model, train_step, data)
+    if is_weighted_later:
+        value = weight.value
+        return run_train_step(model, train_step, data, sample_weight=lambda: value, gradient_weight=lambda: value)
     for optimizer in optimizers_of(model):
         if pipeline_of(optimizer) is not None:
             call_weigh_and_mark(optimizer)

@@ -34,8 +34,9 @@ def evaluate(
     Args:
         model: compiled.
         data: all samples, the same on every rank: a source of ``hvdtrain.data``, or what Keras takes
-            (``tf.data.Dataset``, PyDataset, arrays as ``(x, y[, sample_weight])``). For data that are already divided
-            among the ranks, pass ``hvdtrain.callbacks.distributed()`` to ``model.evaluate`` instead.
+            (``tf.data.Dataset``, PyDataset, arrays as ``(x, y[, sample_weight])``, also in lists and dicts; a list of
+            arrays for a model with several inputs is x). For data that are already divided among the ranks, pass
+            ``hvdtrain.callbacks.distributed()`` to ``model.evaluate`` instead.
         batch_size: samples per rank and batch; a ``tf.data.Dataset`` of batches is batched again.
         collectives: the ranks that evaluate together (default: those of ``hvdtrain.init()``).
 
@@ -48,7 +49,7 @@ def evaluate(
         UsageError: the model is not compiled, or the state of a metric is not a sum.
     """
     ranks = collectives or runtime.current().collectives
-    source = shared_source(data, "hvdtrain.evaluate", batch_size, ranks)
+    source = shared_source(data, model, "hvdtrain.evaluate", batch_size, ranks)
     if not model.compiled:
         raise UsageError("the model must be compiled to be evaluated. Received: one that is not. Call model.compile.")
     dataset = evaluation_dataset(source, batch_size, ranks.rank, ranks.size)
@@ -69,10 +70,11 @@ def evaluate(
     return values
 
 
-def shared_source(data: Any, function: str, batch_size: int, ranks: Collectives) -> Source:
+def shared_source(data: Any, model: keras.Model, function: str, batch_size: int, ranks: Collectives) -> Source:
     """The source of data that ranks read together.
 
     Args:
+        data: as for :func:`evaluate`; a list of an array for each of several inputs of the model is x, as in Keras.
         function: what the user has called.
 
     Raises:
@@ -83,7 +85,8 @@ def shared_source(data: Any, function: str, batch_size: int, ranks: Collectives)
     def opened() -> Source:
         if batch_size < 1:
             raise UsageError(f"batch_size must be at least 1. Received: {batch_size}")
-        return as_source(data)
+        is_x = isinstance(data, list) and len(data) == len(getattr(model, "inputs", None) or ()) > 1
+        return as_source((data,) if is_x and all(hasattr(each, "shape") for each in data) else data)
 
     require_same_call(function, ranks)
     source = on_every_rank(opened, ranks)

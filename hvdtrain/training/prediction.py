@@ -53,7 +53,7 @@ def predict(
         JobError: on every rank: an argument breaks its rule, a sample cannot be read, or the file cannot be written.
     """
     ranks = collectives or runtime.current().collectives
-    source = shared_source(data, "hvdtrain.predict", batch_size, ranks)
+    source = shared_source(data, model, "hvdtrain.predict", batch_size, ranks)
     if output is not None:
         on_every_rank(lambda: _require_file(Path(output), on_all_ranks), ranks)
         write_predictions(model, source, Path(output), batch_size=batch_size, collectives=ranks)

@@ -349,6 +349,7 @@ class TrainStep:
 
     def gradients(self, data: Any, sample_weight: tf.Tensor) -> tuple[Sequence[Any], Sequence[keras.Variable]]:
         """This rank's gradients of a micro-batch, multiplied by its weight, and their variables; updates nothing."""
+        self.batches.observe(data)
         for variable, copy in self._statistics:
             copy.assign(variable.value)
         with self._traced():

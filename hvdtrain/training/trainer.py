@@ -30,7 +30,7 @@ from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.equality.model_check import check_of_model
-from hvdtrain.training.equality.scheduled_check import ScheduledCheck
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck, end_if_only_checking
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.evaluator import Evaluator
 from hvdtrain.training.gradient_record import make_record
@@ -126,6 +126,7 @@ class Trainer:
             strategy=parts.strategy,
             collectives=collectives,
         )
+        self._check = self._make_check()
         self._members = make_members(
             model,
             parts,
@@ -162,7 +163,6 @@ class Trainer:
             reporter=reporter,
         )
         self._evaluator = None if data.evaluation is None else self._make_evaluator(data.evaluation)
-        self._check = self._make_check()
         self._first_profiled, self._last_profiled = config.logging.profile_range or (1, 0)
         self._triggers = self._make_triggers()
         self._clock = Clock()
@@ -320,6 +320,8 @@ class Trainer:
 
     def _members_changed(self, change: Mapping[str, float], ranks_before: int) -> None:
         self._callbacks.rank_changed()
+        if self._check is not None:
+            self._check.restart()
         if self._checkpointer is not None and self._collectives.rank == 0:
             self._checkpointer.take_over()
         self._plan_changed()
@@ -365,14 +367,15 @@ class Trainer:
         self._job_watch.heartbeat("training", before)
         # Already now: what follows a step is due even if other ranks alone complete it.
         progress.is_between_calls = progress.is_logged = False
-        if self._check is not None:
-            self._check.before_call()
+        check = self._check if self._strategy.makes_common_steps else None
+        if check is not None:
+            check.before_call()
         start_s = time.perf_counter()
         self._strategy.run(max_steps)
         self._clock.calls.append((max(1, progress.step - before), time.perf_counter() - start_s))
-        if self._check is not None:
+        if check is not None:
             self._train_step.settle()
-            self._check.after_call()
+            check.after_call()
         if self._callbacks.use_train_batches:
             self._train_step.settle()
             progress.is_stopped = self._end_call()
@@ -498,7 +501,8 @@ class Trainer:
         )
 
     def _make_check(self) -> ScheduledCheck | None:
-        if self.config.mode != "sync" or self.config.stragglers.is_active:
+        if not self._strategy.makes_common_steps:
+            end_if_only_checking(f"{option('mode', 'local')} averages parameters, not gradients", self._collectives)
             return None
         return check_of_model(
             self.model,
@@ -507,6 +511,7 @@ class Trainer:
             on_unequal=self.config.guards.on_unequal,
             how_to_continue=f"set {option('on_unequal', 'warn')}",
             report=lambda text: self._reporter.warned(self.step, text),
+            weighs_micro_batches=True,
         )
 
     def _make_triggers(self) -> Triggers:

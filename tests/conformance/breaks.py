@@ -31,7 +31,7 @@ from programs import (
 from programs.own_loss import OwnLoss
 
 import hvdtrain
-from hvdtrain.distributed import gradient_reduction
+from hvdtrain.distributed import gradient_allreduce, gradient_reduction
 from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables
 from hvdtrain.optim import gathering, global_loss, keras_calls, tape_gradients
@@ -162,6 +162,13 @@ OWN_SPARSE_GRADIENTS = Break(
     "gradient_reducer",
     _reducing(_sparse_ones_locally),
 )
+REPEATED_ROWS = Break(
+    "rows that several ranks have used are not added up",
+    "gradient between tape and update",
+    gradient_allreduce,
+    "with_unique_rows",
+    lambda with_unique_rows: lambda gradient: gradient,
+)
 DIVIDED_TWICE = Break(
     "gradients are divided by the number of ranks twice",
     "gradient between tape and update",
@@ -263,6 +270,8 @@ OF_PROGRAMS = {
     "language_model_with_masks": OWN_COUNTS,
     "time_series_with_masking": OWN_COUNTS,
     "several_outputs_with_loss_weights": OWN_COUNTS,
+    "bags_of_words": REPEATED_ROWS,
+    "sequence_to_sequence": REPEATED_ROWS,
     "structured_data": SCALED_RATE,
     "transfer_learning": FROZEN_WEIGHTS,
     "segmentation": OWN_COUNTS.reporting("gradient of the tape"),

@@ -7,6 +7,7 @@ pytestmark = pytest.mark.slow
 
 NUM_CASES, NUM_QUICK_CASES = 1015, 22
 NUM_BROKEN, NUM_QUICK_BROKEN = 76, 12
+NUM_CHECKED, NUM_QUICK_CHECKED = 546, 7
 
 
 def test_programs_on_two_ranks(tmp_path):
@@ -28,6 +29,17 @@ def test_broken_programs_on_two_ranks(tmp_path):
 def test_all_broken_programs(tmp_path):
     more = ["-m", "long or not long"]
     run_cases("broken_programs", *more, ranks=2, minimum=NUM_BROKEN, folder=tmp_path, timeout_s=3600)
+
+
+def test_the_check_of_programs_on_two_ranks(tmp_path):
+    run_cases("checked_programs", ranks=2, minimum=NUM_QUICK_CHECKED, folder=tmp_path, timeout_s=300)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_the_check_of_all_programs(ranks, tmp_path):
+    more = ["-m", "long or not long"]
+    run_cases("checked_programs", *more, ranks=ranks, minimum=NUM_CHECKED, folder=tmp_path, timeout_s=7200)
 
 
 @pytest.mark.long

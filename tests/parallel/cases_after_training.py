@@ -175,6 +175,38 @@ def test_prediction_of_several_outputs():
     )
 
 
+def two_inputs(as_list: bool) -> keras.Model:
+    """A model whose inputs have a structure of two."""
+    keras.utils.set_random_seed(1)
+    wide, narrow = layers.Input((6,)), layers.Input((2,))
+    outputs = layers.Dense(NUM_CLASSES)(layers.Concatenate()([wide, narrow]))
+    model = keras.Model([wide, narrow] if as_list else {"wide": wide, "narrow": narrow}, outputs)
+    model.compile("sgd", loss(), metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_several_inputs(as_list):
+    x, y = arrays(COUNT)
+    model, several = two_inputs(as_list), [x, x[:, :2]] if as_list else {"wide": x, "narrow": x[:, :2]}
+    expected = model.evaluate(several, y, batch_size=4, return_dict=True, verbose=0)
+    require_equal(hvdtrain.evaluate(model, (several, y), batch_size=4), expected)
+    expected = model.predict(several, verbose=0)
+    for data in (several, (several,), (several, y)):
+        found = hvdtrain.predict(model, data, batch_size=4, on_all_ranks=True)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_several_outputs():
+    inputs = layers.Input((6,))
+    model = keras.Model(inputs, [layers.Dense(NUM_CLASSES, name="a")(inputs), layers.Dense(1, name="b")(inputs)])
+    model.compile("sgd", [loss(), "mse"])
+    x, y = arrays(COUNT)
+    expected = model.evaluate(x, [y, x[:, :1]], batch_size=4, return_dict=True, verbose=0)
+    found = hvdtrain.evaluate(model, (x, [y, x[:, :1]]), batch_size=4)
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
+
+
 @pytest.mark.parametrize("block_bytes", [1, 1 << 24])
 def test_prediction_files(folder, block_bytes, monkeypatch):
     monkeypatch.setattr("hvdtrain.training.predicted_share._BLOCK_BYTES", block_bytes)

@@ -1,5 +1,6 @@
 """On all ranks: steps are compared with those of one process, differences are named, and no trace remains."""
 
+import functools
 import random
 
 import keras
@@ -14,6 +15,9 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.replica_consistency import weights_sha256
 from hvdtrain.errors import UnequalError, UsageError
+from hvdtrain.optim import keras_calls
+from hvdtrain.training.equality import step_check
+from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.step_check import StepCheck
 
 TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
@@ -92,6 +96,61 @@ def test_an_activation_that_rounding_switches_is_no_difference(seed):
     images, labels = generator.normal(size=(32, 32, 32, 3)).astype("float32"), generator.integers(0, 10, 32)
     finding = StepCheck(model.train_step, model, COLLECTIVES).run((images, labels))
     assert (finding.unequal, finding.unchecked) == (None, None)
+
+
+class Cell(layers.SimpleRNNCell):
+    """A time step that does what the check must see, or see to."""
+
+    def __init__(self, units, what=None):
+        super().__init__(units)
+        self.what = what
+        self.seeds = keras.random.SeedGenerator(5)
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, x, states, training=False):
+        if self.what == "draws" and training:
+            x *= keras.random.uniform(ops.shape(x), seed=self.seeds)
+        elif self.what == "counts" and training:
+            self.count.assign_add(1.0)
+        elif self.what == "gathers":
+            x -= ops.mean(hvdtrain.gather(x), 0)
+        elif self.what == "is unequal":
+            x -= ops.mean(x, 0)
+        return super().call(x, states)
+
+
+def of_sequences(*recurrent) -> StepCheck:
+    keras.utils.set_random_seed(1)
+    hidden = inputs = layers.Input((5, 6))
+    for layer in recurrent:
+        hidden = layer(layers.Masking()(hidden))
+    model = keras.Model(inputs, layers.Dense(1)(hidden))
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01)), mean_square)
+    hvdtrain.broadcast(model)
+    return StepCheck(
+        functools.partial(keras_calls.run_weighted_train_step, model, model.train_step), model, COLLECTIVES
+    )
+
+
+SEQUENCES = np.stack([X] * 5, 1)[:BATCH] * np.linspace(-1, 1, 5, dtype="float32")[:, None]
+RECURRENT = {
+    "dropout": [layers.LSTM(4, dropout=0.5, recurrent_dropout=0.5, return_sequences=True), layers.GRU(4, dropout=0.3)],
+    "two directions": [layers.Bidirectional(layers.LSTM(4))],
+    **{what: [layers.RNN(Cell(4, what))] for what in ("nothing", "draws", "counts", "gathers")},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("dropout", "gathers") else pytest.mark.long) for kind in RECURRENT]
+)
+def test_recurrent_layers(kind):
+    finding = of_sequences(*RECURRENT[kind]).run((SEQUENCES, Y[:BATCH]))
+    assert (finding.unequal, finding.unchecked) == (None, None)
+
+
+def test_a_time_step_that_depends_on_other_samples():
+    finding = of_sequences(layers.RNN(Cell(4, "is unequal"), name="unequal")).run((SEQUENCES, Y[:BATCH]))
+    assert "the output of layer 'unequal' for a sample depends on the other samples" in finding.unequal
 
 
 def state_of(model) -> list:
@@ -185,7 +244,7 @@ UNEQUAL = {
     "Received: 'median'": lambda: fit(network(), metrics=[Median(name="median")]),
     "Received: a loss of add_loss": lambda: fit(network(Balance())),
     "Divide it by the number of the rank's samples, or pass op='sum' to": lambda: fit(network(), GlobalMean()),
-    "Received: loss 'spread'": lambda: fit(network(), Spread()),
+    "Received: loss 'spread": lambda: fit(network(), Spread()),
     "Received: the same batch on every rank": lambda: fit(network(), x=FEATURES, y=TARGETS),
 }
 
@@ -338,6 +397,131 @@ def test_batches_of_different_sizes_are_weighted_by_their_samples():
     hvdtrain.broadcast(together)
     together.fit(FEATURES[own], TARGETS[own], batch_size=sizes[RANK], shuffle=False, verbose=0)
     assert relative_difference(values(together.weights), values(alone.weights)) < 1e-5
+
+
+def of_different_sizes():
+    """Rank r has r + 1 times as many samples in each batch as rank 0; the number of samples in it."""
+    own = (RANK + 1) * 2 * SIZE
+    return tf.data.Dataset.from_tensor_slices((X[:own], Y[:own])).batch(own).repeat(2), own
+
+
+def fit_with_different_sizes(model, loss=mean_square, **options) -> keras.Model:
+    optimizer = options.pop("optimizer", None) or keras.optimizers.Adam(0.01)
+    model.compile(hvdtrain.DistributedOptimizer(optimizer), loss, **options)
+    hvdtrain.broadcast(model)
+    model.fit(of_different_sizes()[0], verbose=0)
+    return model
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What is found, in order."""
+    findings = []
+
+    def run(check, batch, run=StepCheck.run):
+        findings.append(run(check, batch))
+        return findings[-1]
+
+    monkeypatch.setattr(StepCheck, "run", run)
+    return findings
+
+
+class Masked(keras.losses.Loss):
+    def call(self, y_true, y_pred):
+        values = (y_true - y_pred)[:, 0] ** 2
+        values._keras_mask = y_true[:, 0] > 0
+        return values
+
+
+EQUAL_WITH_DIFFERENT_SIZES = {
+    "draws": lambda: (network(layers.BatchNormalization(), layers.Dropout(0.5), Noise()), mean_square),
+    "masked": lambda: (network(), Masked()),
+    "whole batch": lambda: (network(layers.BatchNormalization()), hvdtrain.WholeBatch(Spread())),
+    "own step": lambda: (network(layers.BatchNormalization(), kind=MeanStep), None),
+}
+
+
+class MeanStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            p = self(x, training=True)
+            loss = tf.reduce_mean(mean_square(y, p)) + tf.reduce_mean(hvdtrain.gather(p)) ** 2
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"none": 0.0}
+
+
+@pytest.mark.parametrize("program", EQUAL_WITH_DIFFERENT_SIZES)
+def test_batches_of_different_sizes(program, found):
+    model, loss = EQUAL_WITH_DIFFERENT_SIZES[program]()
+    fit_with_different_sizes(model, loss, metrics=["mae"] if loss is not None else None)
+    assert [(each.unequal, each.unchecked, each.noted) for each in found] == [(None, None, None)]
+    assert found[0].compared["gradient"] >= 4
+
+
+# CI tries two of them.
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=[] if "layer" in place or "spread" in place else pytest.mark.long)
+        for place in UNEQUAL
+        if "the same batch" not in place and "Divide" not in place
+    ],
+)
+def test_where_a_step_is_not_that_of_one_process_with_different_sizes(place, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.fit", fit_with_different_sizes)
+    with pytest.raises(UnequalError) as caught:
+        UNEQUAL[place]()
+    assert place in str(caught.value)
+
+
+def test_ranks_that_are_not_weighted(monkeypatch):
+    sizes = " and ".join(str(2 * (rank + 1)) for rank in range(SIZE))
+    message = f"batches of different sizes must be weighted by their samples. Received: batches of {sizes} samples"
+    accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    with pytest.raises(UnequalError, match=message):
+        fit_with_different_sizes(network(), optimizer=accumulating)
+    monkeypatch.setattr(keras_calls, "batch_weight", lambda data, pipelines, **options: None)
+    with pytest.raises(UnequalError, match=message):
+        fit_with_different_sizes(network())
+
+
+def test_a_metric_that_counts_batches(capfd):
+    class Counts(keras.Model):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            self.error = keras.metrics.Mean(name="error")
+
+        def train_step(self, data):
+            super().train_step(data)
+            self.error.update_state(tf.reduce_mean(mean_square(data[1], self(data[0]))))
+            return self.get_metrics_result()
+
+    fit_with_different_sizes(network(kind=Counts))
+    assert capfd.readouterr().err.count("metric 'error' counts batches, not samples") == (RANK == 0)
+
+
+def test_the_trainer_weighs_an_uneven_step(found, monkeypatch):
+    """The only step of an epoch, with one sample more on rank 0 than on the others."""
+    of_rank = SIZE * (6 // SIZE)
+    samples = SIZE * (of_rank - 1) + 1
+
+    def train(*more):
+        model = network(*more)
+        model.compile(keras.optimizers.SGD(0.1), mean_square)
+        config = hvdtrain.TrainConfig(batch_size=BATCH, steps=1)
+        hvdtrain.Trainer(model, (FEATURES[:samples], TARGETS[:samples]), config, reporter=None).fit()
+
+    rows = []
+    monkeypatch.setattr(step_check, "Draws", lambda given, seed: rows.append(given) or Draws(given, seed))
+    train(layers.Dropout(0.5), layers.BatchNormalization())
+    assert (found[-1].unequal, found[-1].unchecked) == (None, None)
+    assert len(set(rows[0].sizes)) == 2
+    with pytest.raises(UnequalError, match=r"depends on the other samples"):
+        train(Centred())
+    monkeypatch.setattr(keras_calls, "batch_weight", lambda data, pipelines, **options: None)
+    with pytest.raises(UnequalError, match=r"batches of different sizes must be weighted"):
+        train()
 
 
 def test_float8_is_refused_in_one_line():

@@ -32,6 +32,8 @@ from hvdtrain.errors import JobError, UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.local_sgd import fragment as fragment_module
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
+from hvdtrain.training.equality import scheduled_check
+from hvdtrain.training.equality.step_check import StepCheck
 from hvdtrain.training.step_runner import StepRunner
 from hvdtrain.training.strategies.strategy import Place
 from hvdtrain.training.train_step import TrainStep
@@ -129,6 +131,26 @@ def test_post_local_sgd():
     one, _ = trained(tanh_model, keras.optimizers.SGD(0.1), mode="local", sync_every=1, sync_steps_first=after)
     two, _ = trained(tanh_model, keras.optimizers.SGD(0.1))
     assert relative_difference(values(one.weights), values(two.weights)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sync_steps_first", "checks"),
+    [pytest.param(0, 0, marks=pytest.mark.long), (1, 1), pytest.param(20, 2, marks=pytest.mark.long)],
+)
+def test_the_synchronous_steps_are_checked(sync_steps_first, checks, monkeypatch):
+    """The first one, and when the next check is due, which its cost would delay."""
+    findings = []
+    run = StepCheck.run
+
+    def noted(check, batch):
+        findings.append(run(check, batch))
+        return findings[-1]
+
+    monkeypatch.setattr(StepCheck, "run", noted)
+    monkeypatch.setattr(scheduled_check, "_MAX_SHARE_OF_TIME", 1e9)
+    trained(tanh_model, "adam", mode="local", sync_every=4, sync_steps_first=sync_steps_first)
+    assert len(findings) == checks
+    assert {each.unequal or each.unchecked for each in findings} <= {None}
 
 
 def test_adacomm_keeps_its_interval_while_the_loss_is_constant():

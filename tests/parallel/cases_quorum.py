@@ -19,8 +19,9 @@ from hvdtrain.data import Arrays
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.optimizers import leaves_of
-from hvdtrain.errors import NonFiniteError, StoppedEarly, UsageError
+from hvdtrain.errors import NonFiniteError, StoppedEarly, UnequalError, UsageError
 from hvdtrain.training.config import QuorumConfig
+from hvdtrain.training.equality.step_check import StepCheck
 from hvdtrain.training.quorum.ledger import QuorumLedger
 
 TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
@@ -85,6 +86,28 @@ def make_model(seed: int, *more: layers.Layer, optimizer=None) -> keras.Model:
     model = keras.Sequential([layers.Input((6,)), *more, hidden, layers.Dense(NUM_CLASSES)])
     model.compile(optimizer or keras.optimizers.Adam(0.01, global_clipnorm=0.5), loss(), metrics=["accuracy"])
     return model
+
+
+class Centred(layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, 0)
+
+
+def test_the_program_is_checked(monkeypatch):
+    """Also if a rank has no batch in the first steps: the check waits until all have one."""
+    findings = []
+    run = StepCheck.run
+
+    def noted(check, batch):
+        findings.append(run(check, batch))
+        return findings[-1]
+
+    monkeypatch.setattr(StepCheck, "run", noted)
+    trainer_of(make_model(1, layers.BatchNormalization()), epochs=1).fit()
+    assert {(each.unequal, each.unchecked) for each in findings} == {(None, None)}
+    assert findings[0].compared["gradient"] >= 4
+    with pytest.raises(UnequalError, match="depends on the other samples of the batch"):
+        trainer_of(make_model(1, Centred()), epochs=1).fit()
 
 
 @pytest.fixture

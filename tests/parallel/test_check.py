@@ -25,9 +25,13 @@ print("after all epochs")
 """
 
 
-def check(folder, loss: str) -> subprocess.CompletedProcess:
+def check(folder, loss: str, *changes: tuple[str, str]) -> subprocess.CompletedProcess:
     program = folder / "train.py"
-    program.write_text(PROGRAM.replace("LOSS", loss))
+    text = PROGRAM.replace("LOSS", loss)
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    program.write_text(text)
     command = [sys.executable, "-m", "hvdtrain", "check", "--np", "2", str(program)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
 
@@ -43,3 +47,12 @@ def test_a_program_that_is_not(tmp_path):
     done = check(tmp_path, "lambda y, p: keras.ops.mean((y - p + keras.ops.mean(p)) ** 2, -1)")
     assert done.returncode != 0
     assert "Received: loss 'lambda', whose mean over ranks differs" in done.stderr
+
+
+@pytest.mark.long
+def test_a_program_of_which_nothing_is_compared(tmp_path):
+    """It ends, as others do."""
+    done = check(tmp_path, "'mse'", ("optimizers.Adam())", "optimizers.Adam(), op='adasum')"))
+    assert done.returncode != 0
+    assert "the training step cannot be compared with that of one process: op='adasum' makes other" in done.stderr
+    assert "after all epochs" not in done.stdout

@@ -12,10 +12,16 @@ import hvdtrain
 from hvdtrain.data import sharded_order
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.kept_batch import KeptBatch
+from hvdtrain.optim.method_replacement import replace_method
+from hvdtrain.training.equality.comparison import Comparison
+from hvdtrain.training.equality.compiled_recurrence import compiled_recurrence
 from hvdtrain.training.equality.norms import norm
 from hvdtrain.training.equality.samples import Rows, gather_samples
-from hvdtrain.training.equality.updates import distance, norm_of
-from hvdtrain.training.equality.ways import CheckedStep
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck
+from hvdtrain.training.equality.step_check import Finding
+from hvdtrain.training.equality.updates import Update, distance, norm_of
+from hvdtrain.training.equality.ways import CheckedStep, Outcome
 from hvdtrain.training.equality.written_variables import WrittenVariables
 
 
@@ -57,13 +63,17 @@ def test_the_whole_batch_has_so_many_samples_as_a_batch():
     assert samples.whole["x"].numpy().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
     assert samples.part["x"].numpy().tolist() == [0, 1, 2, 3]
     assert samples.whole["y"] is None
-    assert (samples.rows.per_rank, samples.rows.total) == (4, 8)
+    assert samples.rows.sizes == (4, 4)
 
 
 def test_batches_of_other_sizes_and_lengths():
-    samples = gathered(tf.ones([6, 2]), tf.ones([2, 3]))
-    assert samples.whole.numpy().tolist() == [[1, 1, 0], [1, 1, 1]]
-    assert samples.part.shape == (1, 3)
+    samples = gathered(tf.ones([4, 2]), tf.ones([2, 3]))
+    assert samples.rows.sizes == (2, 1)
+    assert samples.whole.numpy().tolist() == [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    assert samples.part.shape == (2, 3)
+    equal = gather_samples(tf.ones([4, 2]), FirstOfTwo(tf.ones([2, 3])), equally_many=True)
+    assert equal.whole.numpy().tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert equal.rows.are_equally_many
     assert gathered(tf.zeros([0, 2]), tf.ones([2, 2])) is None
 
 
@@ -92,11 +102,15 @@ def test_the_same_batch_on_both_ranks():
 
 
 def test_dimensions_of_samples():
-    rows = Rows(rank=1, per_rank=4, num_ranks=2)
+    rows = Rows(rank=1, sizes=(4, 4))
     assert rows.part_of(8, 4) == slice(4, 8)
     assert rows.part_of(24, 12) == slice(12, 24)
     assert rows.part_of(10, 5) is None
     assert rows.part_of(8, 8) is None
+    rows = Rows(rank=1, sizes=(1, 3))
+    assert rows.part_of(4, 3) == slice(1, 4)
+    assert rows.part_of(8, 6) == slice(2, 8)
+    assert rows.part_of(8, 4) is None
 
 
 def test_variables_are_restored_whoever_writes_them():
@@ -121,6 +135,120 @@ def test_distances_of_dense_and_sparse_gradients():
     assert distance(sparse, tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([1]), [2, 2])) == pytest.approx(
         50**0.5
     )
+
+
+def test_rows_that_are_not_added_up_are_another_gradient():
+    """An adaptive optimizer squares each entry."""
+    repeated = tf.IndexedSlices(tf.constant([[1.0, 4.0], [2.0, 0.0]]), tf.constant([0, 0]), [2, 2])
+    once = tf.IndexedSlices(tf.constant([[3.0, 4.0]]), tf.constant([0]), [2, 2])
+    variable = keras.Variable(np.zeros((2, 2), "float32"), name="embeddings")
+    comparison = Comparison(Outcome(updates=[Update([variable], [once])]), 2.0**-23)
+    comparison.begin()
+    comparison.apply(None, Update([variable], [repeated]))
+    (found,) = comparison.deviations(Outcome())
+    assert found.size == pytest.approx(5 - 21**0.5)
+    assert found.size > found.rounding
+
+
+class Counted:
+    """A check of steps that are equal."""
+
+    is_within_update = False
+
+    def __init__(self):
+        self.batches, self.num_restarts = [], 0
+
+    def restart(self):
+        self.num_restarts += 1
+
+    def run(self, batch):
+        self.batches.append(batch)
+        return Finding({})
+
+
+class TwoRanks(SingleProcessCollectives):
+    size = 2
+
+    def allgather(self, value):
+        return [value, value]
+
+
+def checked_calls(scheduled, calls):
+    """Makes calls, each of which has a batch or none."""
+    for batch in calls:
+        scheduled.before_call()
+        if batch is not None:
+            scheduled._batches.observe(batch)
+        scheduled.after_call()
+
+
+def scheduled_check(check, collectives):
+    return ScheduledCheck(
+        check, KeptBatch(), collectives, on_unequal="stop", how_to_continue="", report=lambda text: None
+    )
+
+
+def test_a_step_without_a_batch_of_a_rank_is_not_checked():
+    """As with a quorum, if an update has closed before a rank begins."""
+    check = Counted()
+    checked_calls(scheduled_check(check, TwoRanks()), [None, None, tf.constant([3.0]), tf.constant([4.0])])
+    assert [each.numpy().tolist() for each in check.batches] == [[3.0]]
+
+
+def test_other_ranks_are_checked_again():
+    check = Counted()
+    scheduled = scheduled_check(check, TwoRanks())
+    checked_calls(scheduled, [tf.constant([1.0]), tf.constant([2.0])])
+    scheduled.restart()
+    checked_calls(scheduled, [tf.constant([3.0]), tf.constant([4.0])])
+    assert [each.numpy().tolist() for each in check.batches] == [[1.0], [3.0]]
+    assert check.num_restarts == 2
+
+
+def test_a_rank_that_is_left_alone_is_not_checked():
+    check = Counted()
+    checked_calls(scheduled_check(check, SingleProcessCollectives()), [tf.constant([1.0])])
+    assert check.batches == []
+
+
+def sequences(rows):
+    return np.random.RandomState(rows).normal(size=(rows, 7, 3)).astype("float32")
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_shared"),
+    [
+        (keras.layers.LSTM(4, return_sequences=True), True),
+        (keras.layers.GRU(4, go_backwards=True), True),
+        (keras.layers.LSTM(4, unroll=True), True),
+        (keras.layers.SimpleRNN(4, dropout=0.5), False),
+    ],
+    ids=["LSTM", "backwards", "unrolled", "dropout"],
+)
+def test_ways_to_make_a_step_share_compiled_loops(layer, is_shared):
+    own, calls = keras.layers.RNN.inner_loop, []
+
+    def noted(self, *arguments, **named):
+        calls.append(tf.executing_eagerly())
+        return own(self, *arguments, **named)
+
+    layer(sequences(1))
+    expected = [layer(sequences(rows)).numpy() for rows in (4, 2)]
+    restore = replace_method(keras.layers.RNN, "inner_loop", noted)
+    try:
+        with compiled_recurrence():
+            found = [layer(sequences(rows)).numpy() for rows in (4, 2)]
+            assert calls == [False]
+            calls.clear()
+            for rows in (4, 2):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_sum(layer(sequences(rows), training=True) ** 2)
+                assert all(np.any(each) for each in tape.gradient(loss, layer.trainable_variables))
+            assert calls == [False] * (1 if is_shared else 2)
+    finally:
+        restore()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_shuffle_without_a_seed_is_refused_before_it_is_sharded():

@@ -86,6 +86,31 @@ def test_samples_by_number_train_as_arrays(source):
     assert trained(source) == trained(Arrays(X, Y))
 
 
+class Pairs:
+    """Samples with two inputs in a list."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, number):
+        return [X[number], X[number] ** 2], Y[number]
+
+
+class BatchesOfPairs(keras.utils.PyDataset):
+    num_batches = 5
+
+    def __getitem__(self, number):
+        rows = slice(10 * number, 10 * number + 10)
+        return [X[rows], X[rows] ** 2], Y[rows]
+
+
+@pytest.mark.parametrize("source", [([X, X**2], Y), Pairs(), BatchesOfPairs()], ids=["arrays", "samples", "batches"])
+def test_inputs_in_a_list_are_not_stacked(source):
+    (first, second), _ = next(iter(evaluation_dataset(as_source(source), 7, rank=0, size=1)))
+    np.testing.assert_array_equal(first, X[:7])
+    np.testing.assert_array_equal(second, X[:7] ** 2)
+
+
 @pytest.mark.parametrize("kind", [scipy.sparse.csr_matrix, scipy.sparse.coo_array], ids=["matrix", "array"])
 def test_sparse_matrices_train_as_dense_arrays(kind):
     x = np.where(X > 0, X, 0)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.seams import keras_internals, tensorflow_internals
+from hvdtrain.training.equality.compiled_recurrence import require_eager
 from hvdtrain.training.equality.samples import Rows
 from hvdtrain.training.equality.written_variables import WrittenVariables
 
@@ -71,14 +72,13 @@ class Draws:
         return self._kept[-1]
 
     def _keep_shuffle(self, tensor: tf.Tensor, axis: int, shuffle: Callable[[], tf.Tensor]) -> tf.Tensor:
-        size, num_ranks = int(tensor.shape[axis]), self._rows.num_ranks
-        if size % self._rows.total:
+        parts = self._rows.parts_of(int(tensor.shape[axis]))
+        if parts is None:
             self._kept.append(None)
             return shuffle()
         # An order in which each rank's samples stay together, so that its step can shuffle them alike.
         generator = np.random.RandomState(self._seed + len(self._kept))
-        per_rank = size // num_ranks
-        order = np.concatenate([rank * per_rank + generator.permutation(per_rank) for rank in range(num_ranks)])
+        order = np.concatenate([part.start + generator.permutation(part.stop - part.start) for part in parts])
         self._kept.append(order)
         return tf.gather(tensor, order, axis=axis)
 
@@ -104,6 +104,7 @@ class Draws:
         def drawing(operation: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
             def call(*arguments: Any, **named: Any) -> tf.Tensor:
                 if not tf.executing_eagerly():
+                    require_eager()
                     return operation(*arguments, **named)
                 return draw(lambda: operation(*arguments, **named))
 
@@ -113,6 +114,7 @@ class Draws:
             def call(tensor: Any, *arguments: Any, **named: Any) -> tf.Tensor:
                 axis = named.get("axis", 0) if operation is keras_shuffle else 0
                 if not tf.executing_eagerly():
+                    require_eager()
                     return operation(tensor, *arguments, **named)
                 return shuffle(tf.convert_to_tensor(tensor), axis, lambda: operation(tensor, *arguments, **named))
 

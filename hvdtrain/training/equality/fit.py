@@ -8,7 +8,6 @@ from typing import Any
 import keras
 
 from hvdtrain.distributed import runtime
-from hvdtrain.optim.keras_calls import run_weighted_train_step
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.model_check import check_of_model
 from hvdtrain.training.equality.scheduled_check import ScheduledCheck
@@ -24,6 +23,8 @@ def _make_checked_train_function(self: Any, force: bool = False) -> None:
         return
     _, pipeline = pipelines[0]
     ranks, on_unequal = pipeline.reduce.collectives, runtime.on_unequal()
+    if ranks.may_change:
+        return
     check = check_of_model(
         self,
         pipeline.batches,
@@ -31,7 +32,7 @@ def _make_checked_train_function(self: Any, force: bool = False) -> None:
         on_unequal=on_unequal,
         how_to_continue="call hvdtrain.init(on_unequal='warn')",
         report=_print,
-        run=run_weighted_train_step,
+        weighs_micro_batches=False,
     )
     if check is not None:
         self.train_function = _checking(check, self.train_function)

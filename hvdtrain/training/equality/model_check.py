@@ -1,21 +1,20 @@
 """The checks of a model's own ``train_step``."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import keras
 
+from hvdtrain.config.wording import option
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.optim.kept_batch import KeptBatch
-from hvdtrain.optim.keras_calls import run_train_step
-from hvdtrain.optim.pipeline import GradientPipeline, pipelines_of
-from hvdtrain.training.equality.scheduled_check import ScheduledCheck
+from hvdtrain.optim.keras_calls import run_weighted_train_step
+from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck, end_if_only_checking
 from hvdtrain.training.equality.step_check import StepCheck
 from hvdtrain.training.losses import sums_over_batch
-
-RunStep = Callable[[keras.Model, Callable[[Any], Any], Any], Any]
-"""Receives a model, its ``train_step`` and the samples."""
 
 
 def check_of_model(
@@ -26,7 +25,7 @@ def check_of_model(
     on_unequal: OnUnequal,
     how_to_continue: str,
     report: Callable[[str], None],
-    run: RunStep = run_train_step,
+    weighs_micro_batches: bool,
 ) -> ScheduledCheck | None:
     """The checks of a model's steps; None if its steps are not meant to be those of one process, or on one rank.
 
@@ -34,24 +33,36 @@ def check_of_model(
         batches: keeps the batches of its steps.
         how_to_continue: what a user can do who wants to train nevertheless.
         report: receives, on rank 0, what users should know.
-        run: runs its ``train_step``, as training does.
+        weighs_micro_batches: whether ranks count by their samples also with gradient accumulation.
     """
-    pipelines = pipelines_of(model)
-    is_exact = bool(pipelines) and all(_is_exact(model, pipeline) for _, pipeline in pipelines)
-    if on_unequal == "ignore" or collectives.size == 1 or collectives.may_change or not is_exact:
+    if (reason := _why_unchecked(model, collectives, on_unequal)) is not None:
+        end_if_only_checking(reason, collectives)
         return None
 
-    def step_by(run: RunStep) -> Callable[[Any], Any]:
-        return lambda data: run(model, model.train_step, data)
+    def step(data: Any, *, is_weighted_later: bool = False) -> Any:
+        return run_weighted_train_step(
+            model, model.train_step, data, is_update=weighs_micro_batches, is_weighted_later=is_weighted_later
+        )
 
-    check = StepCheck(step_by(run), model, collectives, unweighted=step_by(run_train_step))
+    check = StepCheck(step, model, collectives, unweighted=functools.partial(step, is_weighted_later=True))
     return ScheduledCheck(
         check, batches, collectives, on_unequal=on_unequal, how_to_continue=how_to_continue, report=report
     )
 
 
-def _is_exact(model: keras.Model, pipeline: GradientPipeline) -> bool:
-    """Whether updates are meant to be those of one process."""
-    op = pipeline.reduce.config.op
-    is_whole = op == "average" or (op == "sum" and sums_over_batch(model, op, gradient_accumulation_steps=1))
-    return is_whole and not pipeline.reduce.local_variables()
+def _why_unchecked(model: keras.Model, collectives: Collectives, on_unequal: OnUnequal) -> str | None:
+    """Why the updates of a model are not compared with those of one process; None if they are."""
+    if on_unequal == "ignore":
+        return option("on_unequal", "ignore")
+    if collectives.size == 1 and not collectives.may_change:
+        return "there is one rank"
+    pipelines = pipelines_of(model)
+    if not pipelines:
+        return "no optimizer is distributed"
+    for _, pipeline in pipelines:
+        op = pipeline.reduce.config.op
+        if op == "adasum" or (op == "sum" and not sums_over_batch(model, op, gradient_accumulation_steps=1)):
+            return f"op={op!r} makes other updates of losses that are means"
+        if pipeline.reduce.local_variables():
+            return "each rank trains layers of its own"
+    return None

@@ -118,25 +118,24 @@ def first_place(
         return _FORWARD.format(name=repr(name), share=_percent(share))
     if any(each != everyone[0][1] for _, each in everyone):
         return None
-    factor = 1.0 if sums else 1 / collectives.size
-    losses, *gradients = collectives.sum(
-        [np.array([value for _, value in part.losses]), *(each for _, each in part.gradients)]
+    factor = 1.0 if sums else rows.share
+    own_losses = np.array([value for _, value in part.losses])
+    of_sum, losses, *gradients = collectives.sum(
+        [own_losses, own_losses * factor, *(each * np.float32(factor) for _, each in part.gradients)]
     )
-    pairs: list[tuple[str, str, Any, Any]] = [
-        (_LOSS, name, mine * factor, value) for mine, (name, value) in zip(losses, whole.losses, strict=False)
-    ]
-    pairs += [
-        (_TAPE, repr(path), mine * factor, value)
-        for mine, (path, value) in zip(gradients, whole.gradients, strict=False)
-    ]
-    for text, name, mine, value in pairs:
-        share, tolerance = _share(mine, value), of_losses if text is _LOSS else of_tensors
-        if share is not None and share > tolerance:
-            of_sum = _share(mine / factor, value)
-            if text is _LOSS and of_sum is not None and of_sum <= tolerance:
-                text = _CONSTANT
-            return text.format(name=name, share=_percent(share))
+    for (name, value), mine, total in zip(whole.losses, losses, of_sum, strict=False):
+        if _differs(mine, value, of_losses):
+            text = _LOSS if _differs(total, value, of_losses) else _CONSTANT
+            return text.format(name=name, share=_percent(_share(mine, value)))
+    for (path, gradient), mine in zip(whole.gradients, gradients, strict=False):
+        if _differs(mine, gradient, of_tensors):
+            return _TAPE.format(name=repr(path), share=_percent(_share(mine, gradient)))
     return None
+
+
+def _differs(mine: Any, value: Any, tolerance: float) -> bool:
+    share = _share(mine, value)
+    return share is not None and share > tolerance
 
 
 def _first_output(whole: _Noted, part: _Noted, rows: Rows, tolerance: float) -> tuple[int, str, float] | None:
@@ -152,7 +151,7 @@ def _first_output(whole: _Noted, part: _Noted, rows: Rows, tolerance: float) -> 
             if place is None:
                 continue
             value = value.take(range(place.start, place.stop), axis=axis)
-        elif rows.per_rank < rows.total and mine.ndim == 0:
+        elif mine.ndim == 0:
             continue
         share = _share(mine, value)
         if share is not None and share > tolerance:
@@ -168,5 +167,6 @@ def _share(mine: Any, value: Any) -> float | None:
     return size / scale if scale else None
 
 
-def _percent(share: float) -> str:
+def _percent(share: float | None) -> str:
+    assert share is not None
     return f"{share:.2g}" if share < 0.01 else f"{share:.1%}"

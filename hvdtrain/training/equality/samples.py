@@ -1,6 +1,7 @@
 """The samples of a check: a part of each rank's batch, and the batch of all parts together."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from hvdtrain.distributed.replica_consistency import sha256_of
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """The samples of all ranks, equally many of each, in rank order."""
+    """The samples of all ranks, in rank order."""
 
     whole: Any
     """What a step of one process receives."""
@@ -29,38 +30,60 @@ class Rows:
     """Which rows of the whole batch a rank has."""
 
     rank: int
-    per_rank: int
-    num_ranks: int
+    sizes: tuple[int, ...]
+    """The number of rows of each rank."""
 
     @property
     def total(self) -> int:
         """The number of rows of the whole batch."""
-        return self.per_rank * self.num_ranks
+        return sum(self.sizes)
+
+    @property
+    def share(self) -> float:
+        """This rank's share of the rows."""
+        return self.sizes[self.rank] / self.total
+
+    @property
+    def are_equally_many(self) -> bool:
+        """Whether all ranks have the same number of rows."""
+        return len(set(self.sizes)) == 1
 
     def part_of(self, whole_size: int, part_size: int) -> slice | None:
         """The part of a dimension of the whole batch that belongs to this rank; None if it is no dimension of samples.
 
         A dimension may hold several entries for each sample.
         """
-        if whole_size % self.total or part_size * self.num_ranks != whole_size:
+        parts = self.parts_of(whole_size)
+        if parts is None or parts[self.rank].stop - parts[self.rank].start != part_size:
             return None
-        return slice(self.rank * part_size, (self.rank + 1) * part_size)
+        return parts[self.rank]
+
+    def parts_of(self, whole_size: int) -> list[slice] | None:
+        """The parts of a dimension of the whole batch that belong to the ranks; None if it is none of samples."""
+        if whole_size % self.total:
+            return None
+        per_row = whole_size // self.total
+        ends = [per_row * end for end in itertools.accumulate(self.sizes)]
+        return [slice(end - per_row * size, end) for end, size in zip(ends, self.sizes, strict=True)]
 
 
-def gather_samples(batch: Any, collectives: Collectives) -> Samples | None:
+def gather_samples(batch: Any, collectives: Collectives, *, equally_many: bool = False) -> Samples | None:
     """Takes so many samples of each rank's batch that all together are one batch; None if ranks have no samples.
 
     All ranks must call it. Batches that are padded to different lengths are padded with zeros to the longest.
+
+    Args:
+        equally_many: take the same number of each rank, also of batches of different sizes.
     """
     flat = tf.nest.flatten(batch)
     num_rows = _num_rows(flat)
     num_sent = max(1, num_rows // collectives.size) if num_rows else 0
     own = [_to_host(each, num_sent if _has_rows(each, num_rows) else None) for each in flat]
     everyone = collectives.allgather((num_sent, own, _digest(flat, num_rows)))
-    per_rank = min(number for number, *_ in everyone)
-    if per_rank == 0:
+    sizes = [number for number, *_ in everyone]
+    if min(sizes) == 0:
         return None
-    rows = Rows(collectives.rank, per_rank, collectives.size)
+    rows = Rows(collectives.rank, tuple([min(sizes)] * len(sizes) if equally_many else sizes))
     leaves = [_Leaf([each[i] for _, each, _ in everyone], rows) for i in range(len(flat))]
     return Samples(
         whole=tf.nest.pack_sequence_as(batch, [each.whole() for each in leaves]),
@@ -120,23 +143,19 @@ class _Leaf:
         self._constant: Any = None
         first = received[0]
         if isinstance(first, _Dense):
-            arrays = [each.array[: rows.per_rank] for each in received]
-            longest = np.max([array.shape for array in arrays], axis=0)
+            arrays = [each.array[:size] for each, size in zip(received, rows.sizes, strict=True)]
+            longest = np.max([array.shape[1:] for array in arrays], axis=0)
             self._parts = [tf.constant(_padded(array, longest)) for array in arrays]
             self._concatenate: Callable[[Sequence[Any]], Any] = lambda parts: tf.concat(parts, 0)
         elif isinstance(first, list) and len(first) == 3 and first[0].ndim == 2 and len(first[2]) == first[0].shape[1]:
-            self._parts = [self._sparse(*each) for each in received]
+            self._parts = [_sparse(each, size) for each, size in zip(received, rows.sizes, strict=True)]
             self._concatenate = lambda parts: tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
         elif isinstance(first, list):
-            self._parts = [tf.RaggedTensor.from_nested_row_splits(each[0], each[1:]) for each in received]
-            self._parts = [each[: rows.per_rank] for each in self._parts]
+            ragged = [tf.RaggedTensor.from_nested_row_splits(each[0], each[1:]) for each in received]
+            self._parts = [each[:size] for each, size in zip(ragged, rows.sizes, strict=True)]
             self._concatenate = lambda parts: tf.concat(parts, 0)
         else:
             self._constant = first
-
-    def _sparse(self, indices: np.ndarray, values: np.ndarray, shape: np.ndarray) -> tf.SparseTensor:
-        size = [self._rows.per_rank, *shape[1:]]
-        return tf.sparse.slice(tf.SparseTensor(indices, values, shape), np.zeros(len(shape), np.int64), size)
 
     def whole(self) -> Any:
         return self._concatenate(self._parts) if self._parts else self._constant
@@ -145,8 +164,15 @@ class _Leaf:
         return self._parts[self._rows.rank] if self._parts else self._constant
 
 
-def _padded(array: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    if array.shape == tuple(shape):
+def _sparse(received: Sequence[np.ndarray], num_rows: int) -> tf.SparseTensor:
+    indices, values, shape = received
+    size = [num_rows, *shape[1:]]
+    return tf.sparse.slice(tf.SparseTensor(indices, values, shape), np.zeros(len(shape), np.int64), size)
+
+
+def _padded(array: np.ndarray, row_shape: np.ndarray) -> np.ndarray:
+    shape = (len(array), *map(int, row_shape))
+    if array.shape == shape:
         return array
     padded = np.full(shape, b"" if array.dtype == object else 0, array.dtype)
     padded[tuple(slice(size) for size in array.shape)] = array

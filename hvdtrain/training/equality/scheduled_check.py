@@ -17,6 +17,7 @@ _OTHER_ORDER = (
     "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle what "
     "hvdtrain.shard returns"
 )
+_UNCHECKED = "the training step cannot be compared with that of one process: {}"
 _MAX_SHARE_OF_TIME = 0.005
 _NUM_ONLY_CHECKED = 3
 """Steps that ``hvdtrain check`` compares."""
@@ -51,6 +52,11 @@ class ScheduledCheck:
         self._on_unequal = on_unequal
         self._how_to_continue = how_to_continue
         self._report = report
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins again with the next call: other ranks train together, some of which have checked nothing."""
+        self._check.restart()
         self._num_calls = 0
         self._is_due = False
         self._is_over = False
@@ -61,6 +67,8 @@ class ScheduledCheck:
 
     def before_call(self) -> None:
         """Before a call; all ranks must make it."""
+        if self._collectives.size == 1:
+            return
         self._num_calls += 1
         self._is_due = not self._is_over and (self._is_due or self._may_check())
         if self._is_due:
@@ -83,9 +91,11 @@ class ScheduledCheck:
         """
         if not self._is_due or self._check.is_within_update:
             return
-        self._is_due = False
         begin_s = time.monotonic()
         batch = self._batches.take()
+        if any(self._collectives.allgather(batch is None)):
+            return  # The call has made its step without a batch of this rank.
+        self._is_due = False
         finding = self._compare_orders() or self._check.run(batch)
         self._num_checks += 1
         self._last_check_s = time.monotonic()
@@ -104,7 +114,7 @@ class ScheduledCheck:
     def _act(self, finding: Finding) -> None:
         if finding.unchecked is not None:
             self._is_over = True
-            self._tell(f"the training step cannot be compared with that of one process: {finding.unchecked}")
+            self._tell(_UNCHECKED.format(finding.unchecked))
         if finding.noted is not None and not self._has_noted:
             self._has_noted = True
             self._tell(finding.noted)
@@ -121,11 +131,22 @@ class ScheduledCheck:
     def _end_after_checks(self, finding: Finding) -> None:
         if finding.unequal is None and finding.unchecked is None:
             text = f"step {self._num_calls} is that of one process. Compared: {finding.summary}"
-            if self._collectives.rank == 0:
-                print(f"hvdtrain: {text}.", file=sys.stderr, flush=True)
+            _print(f"{text}.", self._collectives)
         if finding.unchecked is not None or (finding.unequal is None and self._num_checks == _NUM_ONLY_CHECKED):
             raise EndOfCheckedSteps(0 if finding.unchecked is None else UnequalError.exit_code)
 
     def _tell(self, text: str) -> None:
         if self._collectives.rank == 0:
             self._report(text)
+
+
+def end_if_only_checking(reason: str, collectives: Collectives) -> None:
+    """Under ``hvdtrain check``, ends a program whose steps are not compared, on all ranks."""
+    if environment.only_checks():
+        _print(_UNCHECKED.format(reason), collectives)
+        raise EndOfCheckedSteps(UnequalError.exit_code)
+
+
+def _print(text: str, collectives: Collectives) -> None:
+    if collectives.rank == 0:
+        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

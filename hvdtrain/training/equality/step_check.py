@@ -17,10 +17,11 @@ from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.seams import keras_internals
 from hvdtrain.training.equality.comparison import Comparison, Deviation
+from hvdtrain.training.equality.compiled_recurrence import compiled_recurrence
 from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.frozen_weights import frozen_weights
 from hvdtrain.training.equality.places import first_place, noted_places
-from hvdtrain.training.equality.samples import Samples, gather_samples
+from hvdtrain.training.equality.samples import Rows, Samples, gather_samples
 from hvdtrain.training.equality.updates import Update
 from hvdtrain.training.equality.ways import CheckedStep, Outcome
 from hvdtrain.training.equality.written_variables import WrittenVariables
@@ -30,14 +31,23 @@ _SAME_SAMPLES = (
     "ranks must train on different samples. Received: the same batch on every rank. Pass the data through "
     "hvdtrain.shard, or let each rank draw its own samples"
 )
+_SIZES = (
+    "batches of different sizes must be weighted by their samples. Received: batches of {sizes} samples on the ranks, "
+    "each of which counts as one; with batches of one size, the step is that of one process. Give all ranks batches of "
+    "one size, or train by model.fit without gradient accumulation, or by hvdtrain.Trainer, which weigh them"
+)
+_BATCHES_COUNTED = (
+    "metric {name!r} counts batches, not samples: with batches of {sizes} samples on the ranks, it differs from that "
+    "of one process by {share}. Pass the number of samples to its update_state, as sample_weight"
+)
 _KINDS = {"gradient": "gradients", "variable": "variables", "value": "metrics", "returned": "other values"}
 _RETURNED = (
     "{name!r}, which train_step returns, is the mean of the values of all ranks, and differs from that of one process "
     "by {share}"
 )
 # By how many units in the last place weights are changed: a single activation of a ReLU that changes its side may be
-# all that differs, and only some changes show one.
-_PERTURBATIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+# all that differs, and only some changes show one. Large changes first, which show more: what is found depends on all.
+_PERTURBATIONS = (128, 64, 32, 16, 8, 4, 2, 1)
 # What a step writes is copied several times.
 _MAX_TABLE_BYTES = 256 << 20
 # The rounding of a few steps does not show the largest that may occur.
@@ -58,6 +68,8 @@ class Finding:
     """What differs without consequences for training; None if nothing does."""
     unchecked: str | None = None
     """Why the step could not be checked; None if it was."""
+    first: Deviation | None = None
+    """The first difference, if the steps are not equal."""
 
     @property
     def summary(self) -> str:
@@ -89,6 +101,10 @@ class StepCheck:
         self._collectives = collectives
         self._step = CheckedStep(step, model, collectives)
         self._unweighted = CheckedStep(unweighted or step, model, collectives)
+        self.restart()
+
+    def restart(self) -> None:
+        """Draws as in the first check again, as ranks do that have made none."""
         self._num_checks = 0
 
     @property
@@ -120,9 +136,20 @@ class StepCheck:
             return Finding({}, unchecked="a rank has no samples")
         if samples.are_the_same:
             return Finding({}, unequal=_SAME_SAMPLES)
+        finding = self._check(samples)
+        if finding.unequal is None or samples.rows.are_equally_many:
+            return finding
+        equally_many = gather_samples(batch, self._collectives, equally_many=True)
+        assert equally_many is not None
+        of_equal_sizes = self._check(equally_many)
+        if of_equal_sizes.unequal is not None or of_equal_sizes.unchecked is not None:
+            return of_equal_sizes if of_equal_sizes.unequal is not None else finding
+        return _due_to_sizes(finding, samples.rows)
+
+    def _check(self, samples: Samples) -> Finding:
         self._num_checks += 1
         draws = Draws(samples.rows, seed=1000 * self._num_checks)
-        with self._equal_statistics():
+        with self._equal_statistics(), compiled_recurrence():
             try:
                 whole = self._step.of_one_process(samples.whole, draws.kept, _as_it_is)
                 problem = None
@@ -182,7 +209,7 @@ class StepCheck:
             return Finding(compared, largest)
         if first.kind == "returned":
             return Finding(compared, largest, noted=_RETURNED.format(name=first.name, share=_size(first)))
-        return Finding(compared, largest, unequal=self._explain(samples, draws, comparison, first))
+        return Finding(compared, largest, self._explain(samples, draws, comparison, first), first=first)
 
     def _without_rounding(
         self, samples: Samples, draws: Draws, comparison: Comparison, suspects: list[Deviation]
@@ -221,7 +248,7 @@ class StepCheck:
             sums = any(pipeline.reduce.config.op == "sum" for _, pipeline in pipelines_of(self._model))
             epsilon = self._step.epsilon
             place = first_place(of_whole, of_part, samples.rows, self._collectives, epsilon=epsilon, sums=sums)
-        return f"{place or _rule(found)}. In all, {_text(found)} differs from that of one process by {_size(found)}"
+        return f"{place or _rule(found)}. {_in_all(found)}"
 
     @contextlib.contextmanager
     def _equal_statistics(self) -> Iterator[None]:
@@ -243,6 +270,21 @@ class StepCheck:
 
 def _as_it_is(leaf: Any, update: Update) -> Any:
     return update.gradients
+
+
+def _due_to_sizes(finding: Finding, rows: Rows) -> Finding:
+    """What to say of a difference that is none with batches of equal sizes."""
+    sizes = " and ".join(str(each) for each in rows.sizes)
+    found = finding.first
+    assert found is not None
+    if found.kind == "value":
+        noted = _BATCHES_COUNTED.format(name=found.name, sizes=sizes, share=_size(found))
+        return dataclasses.replace(finding, unequal=None, first=None, noted=noted)
+    return dataclasses.replace(finding, unequal=f"{_SIZES.format(sizes=sizes)}. {_in_all(found)}")
+
+
+def _in_all(found: Deviation) -> str:
+    return f"In all, {_text(found)} differs from that of one process by {_size(found)}"
 
 
 def _rule(found: Deviation) -> str:

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.gradient_reduction import Gradient, is_sparse, with_unique_rows
+from hvdtrain.distributed.gradient_reduction import Gradient, is_sparse, values_of, with_unique_rows
 from hvdtrain.training.equality.norms import norm
 
 
@@ -31,6 +31,11 @@ def norm_of(gradient: Gradient) -> float:
     """The Euclidean norm."""
     values = with_unique_rows(gradient)
     return norm(np.asarray(values.values if is_sparse(gradient) else values))
+
+
+def norm_of_entries(gradient: Gradient) -> float:
+    """The norm that an optimizer sees which squares each entry of a sparse gradient: repeated rows are not added up."""
+    return norm(np.asarray(values_of(gradient)))
 
 
 def distance(first: Gradient, second: Gradient) -> float:

@@ -20,6 +20,7 @@ from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.snapshot import host_array
 from hvdtrain.optim.epoch_steps import EpochSteps
+from hvdtrain.optim.global_loss import gradient_weight_of_step
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, pipelines_of, replaced_pipelines
 from hvdtrain.optim.step_reduction import StepReduction
@@ -244,7 +245,7 @@ class CheckedStep:
             for i, layer in enumerate(layers):
                 own = getattr(type(layer), keras_internals.MOMENTS.name).__get__(layer)
                 over_ranks = moments_over_ranks(
-                    layer, f"hvdtrain_checked_batchnorm_{i}", ranks, lambda: None, lambda: None
+                    layer, f"hvdtrain_checked_batchnorm_{i}", ranks, lambda: None, gradient_weight_of_step
                 )
                 moments = over_ranks if ranks.reduces else own
                 stack.callback(replace_method(layer, keras_internals.MOMENTS.name, moments))

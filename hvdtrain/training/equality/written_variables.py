@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.seams import tensorflow_internals
+from hvdtrain.training.equality.compiled_recurrence import require_eager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class WrittenVariables:
 
     def note(self, variable: tf.Variable) -> None:
         """Notes a variable that is about to be written."""
+        require_eager()
         if not tf.executing_eagerly() or id(variable) in self._found or not variable.is_initialized():
             return
         self._found[id(variable)] = Written(variable, variable.read_value())

@@ -52,6 +52,10 @@ class LocalStrategy(Strategy):
         self._lost_steps = 0
         self._losses = LossOfSteps(self._model) if config.sync_schedule == "adacomm" else None
 
+    @property
+    def makes_common_steps(self) -> bool:
+        return False
+
     def start(self) -> None:
         """From here on ranks train independently."""
         self._train_step.train_over(self._step_collectives())

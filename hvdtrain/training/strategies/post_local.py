@@ -37,6 +37,10 @@ class PostLocalStrategy(Strategy):
     def _current(self) -> SyncStrategy | LocalStrategy:
         return self._then if self._has_switched else self._first
 
+    @property
+    def makes_common_steps(self) -> bool:
+        return self._current.makes_common_steps
+
     def start(self) -> None:
         self._current.start()
 

@@ -55,6 +55,11 @@ class Strategy(Protocol):
     ranks_are_independent: bool
     """Whether each rank trains its own replica, so that per-rank results can differ."""
 
+    @property
+    def makes_common_steps(self) -> bool:
+        """Whether steps of all ranks are meant to be those of one process. By default, they are."""
+        return True
+
     def start(self) -> None:
         """Call it before the first step, when replicas are equal or restored."""
 
