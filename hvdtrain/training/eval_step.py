@@ -1,6 +1,6 @@
 """The compiled evaluation step, and the metrics' variables that both steps need."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ class EvalStep:
         model.steps_per_execution = 1
         self.returned = ReturnedResults()
         """What the model's ``test_step`` returns."""
-        make_test_function(model, partial(self.returned.run, model))
+        make_test_function(model, partial(self._run_step, model))
         self._function = model.test_function
 
     def run(self, iterator: Iterator[Any]) -> None:
@@ -30,6 +30,11 @@ class EvalStep:
             StopIteration, tf.errors.OutOfRangeError: there is none.
         """
         self._function(iterator)
+
+    def _run_step(self, model: keras.Model, step: Callable[[Any], Any], data: Any) -> Any:
+        # Without a next batch, nothing may happen: Keras counts the batches of each output's loss.
+        with tf.control_dependencies(tf.nest.flatten(data, expand_composites=True)):
+            return self.returned.run(model, step, data)
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:

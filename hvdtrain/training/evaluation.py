@@ -29,7 +29,8 @@ def evaluate(
     """Loss and metrics over all samples, as one process computes them. All ranks must call it.
 
     Each rank evaluates its share of the samples, and the sums behind the values are added over ranks, so that the
-    values are exact for shares of different sizes too, and equal on every rank.
+    values are exact for shares of different sizes too, and equal on every rank. The losses of the outputs of a model
+    with several are means over batches, as in Keras.
 
     Args:
         model: compiled.

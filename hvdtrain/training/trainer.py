@@ -367,7 +367,9 @@ class Trainer:
         self._job_watch.heartbeat("training", before)
         # Already now: what follows a step is due even if other ranks alone complete it.
         progress.is_between_calls = progress.is_logged = False
-        check = self._check if self._strategy.makes_common_steps else None
+        check = self._check
+        if check is not None and not self._strategy.makes_common_steps:
+            check = None
         if check is not None:
             check.before_call()
         start_s = time.perf_counter()
