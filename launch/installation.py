@@ -3,15 +3,18 @@
 Uses only the standard library of Python 3.10 or later.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -73,13 +76,15 @@ def run_step(what: str, command: list[str], log: TextIO) -> None:
     """Runs one step of the set-up. Its output goes to the log; progress is printed every few seconds."""
     say(what)
     lines: deque[str] = deque(maxlen=400)
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
     ended = threading.Event()
-    progress = threading.Thread(target=show_progress, args=(what, lines, ended))
-    progress.start()
+    progress = threading.Thread(target=show_progress, args=(what, lines, ended), daemon=True)
+    process = None
     try:
+        with sigterm_deferred():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+            )
+        progress.start()
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
@@ -87,13 +92,25 @@ def run_step(what: str, command: list[str], log: TextIO) -> None:
         process.wait()
     finally:
         ended.set()
-        progress.join()
-        if process.poll() is None:
+        if process is not None and process.poll() is None:
             process.terminate()
     if process.returncode != 0:
         log.flush()
         sys.stderr.writelines(list(lines)[-FAILURE_LINES_SHOWN:])
         explain("".join(lines).lower(), Path(log.name))
+
+
+@contextlib.contextmanager
+def sigterm_deferred() -> Iterator[None]:
+    """A SIGTERM in the block is handled after it: a process that is being started would otherwise be left running."""
+    received = []
+    handler = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if received:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def show_progress(what: str, lines: deque[str], ended: threading.Event) -> None:

@@ -415,6 +415,34 @@ def test_signals_reach_the_command(checkout):
     assert process.returncode == 33
 
 
+STRUCK_WHILE_IT_STARTS = """
+import os, signal, subprocess, sys
+import installation
+
+class Struck(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Struck
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+installation.run_step("Installing", ["sleep", "60"], open(os.devnull, "w"))
+"""
+
+
+def test_sigterm_while_the_installer_starts():
+    done = subprocess.run(
+        [sys.executable, "-c", STRUCK_WHILE_IT_STARTS], cwd=ROOT / "launch", capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 128 + signal.SIGTERM
+    installer = Path(f"/proc/{done.stdout.split()[0]}/stat")
+    until_s = time.monotonic() + 5
+    while installer.exists() and installer.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+
+
 def test_sigterm_during_set_up_also_ends_the_installer(checkout, blocked_install):
     process = start(checkout, "true", UV_WAITS_FOR=str(blocked_install))
     wait_until_installing(checkout, process)
