@@ -48,9 +48,11 @@ from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
+    are_of_weighed_losses,
     current_scope,
     in_scope,
     keep_pipeline,
+    note_weighed_loss,
     pipeline_of,
     pipelines_of,
     reduce_check_and_clip,
@@ -342,7 +344,9 @@ def call_weigh_and_mark(optimizer: Any) -> None:
     def weigh_and_scale(loss: tf.Tensor) -> tf.Tensor:
         nonlocal was_weighed
         was_weighed = True
-        return scale_loss(require_pipeline(optimizer).weigh(loss))
+        scaled = scale_loss(require_pipeline(optimizer).weigh(loss))
+        note_weighed_loss(scaled)
+        return scaled
 
     def mark_and_apply(grads: Sequence[Gradient | None], trainable_variables: Any = None) -> None:
         nonlocal was_weighed
@@ -350,7 +354,9 @@ def call_weigh_and_mark(optimizer: Any) -> None:
         if pipeline.divert is not None:
             pipeline.divert(grads, trainable_variables)
             return
-        marked = _marked(pipeline, grads, _known_variables(optimizer, trainable_variables), was_weighed)
+        # By this optimizer or, where several apply the gradients of one loss, by another one.
+        were_weighed = was_weighed or are_of_weighed_losses(grads)
+        marked = _marked(pipeline, grads, _known_variables(optimizer, trainable_variables), were_weighed)
         was_weighed = False
         apply(marked, trainable_variables)
 

@@ -107,6 +107,8 @@ class Scope:
     """By the identity of the optimizer that applies gradients."""
     applied: list[Applied] = dataclasses.field(default_factory=list)
     """Shared with the scopes around it."""
+    weighed: list[Any] = dataclasses.field(default_factory=list)
+    """The losses that were weighed, as tapes differentiate them, and their gradients; shared likewise."""
     replacement: "Replacement | None" = None
     """Of the pipelines of all other optimizers."""
 
@@ -123,9 +125,8 @@ def in_scope(pipelines: Pipelines) -> Iterator[Scope]:
     """In the block, optimizers have these pipelines instead of their own: trace a step in it."""
     outer = _scope.get()
     found = {id(leaf): pipeline for leaf, pipeline in pipelines}
-    with _as_current(
-        Scope(found) if outer is None else Scope({**outer.pipelines, **found}, outer.applied, outer.replacement)
-    ) as scope:
+    scope = Scope(found) if outer is None else dataclasses.replace(outer, pipelines={**outer.pipelines, **found})
+    with _as_current(scope):
         yield scope
 
 
@@ -148,6 +149,26 @@ def _as_current(scope: Scope) -> Iterator[Scope]:
 def current_scope() -> Scope | None:
     """The innermost scope; None outside of all."""
     return _scope.get()
+
+
+def note_weighed_loss(loss: tf.Tensor) -> None:
+    """Notes a loss that an optimizer has weighed and scaled."""
+    if (scope := _scope.get()) is not None:
+        scope.weighed.append(loss)
+
+
+def note_gradients(targets: Sequence[Any], gradients: Sequence[Any]) -> None:
+    """Notes the gradients that a tape returns, if they are those of a loss that was weighed."""
+    scope = _scope.get()
+    if scope is not None and any(target is loss for target in targets for loss in scope.weighed):
+        scope.weighed += gradients
+
+
+def are_of_weighed_losses(gradients: OwnGradients) -> bool:
+    """Whether all of these gradients are as tapes have returned them for losses that were weighed, by any optimizer."""
+    scope = _scope.get()
+    noted = set() if scope is None else {id(each) for each in scope.weighed}
+    return any(each is not None for each in gradients) and all(each is None or id(each) in noted for each in gradients)
 
 
 def keep_pipeline(optimizer: keras.optimizers.Optimizer, pipeline: GradientPipeline) -> None:

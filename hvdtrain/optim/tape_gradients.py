@@ -23,7 +23,7 @@ from hvdtrain.distributed.shards import has_tables
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.global_loss import UncompilableLossError
 from hvdtrain.optim.method_replacement import replace_method
-from hvdtrain.optim.pipeline import GradientPipeline, Pipelines, in_scope, pipelines_of
+from hvdtrain.optim.pipeline import GradientPipeline, Pipelines, in_scope, note_gradients, pipelines_of
 from hvdtrain.optim.step_reduction import StepReduction, already_reduced
 
 OnReturn = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -38,6 +38,7 @@ _gradient_here = tf.GradientTape.gradient
 
 def _gradient(self: tf.GradientTape, target: Any, sources: Any, *arguments: Any, **named: Any) -> Any:
     gradients = _gradient_here(self, target, sources, *arguments, **named)
+    note_gradients(tf.nest.flatten(target), tf.nest.flatten(gradients))
     on_return = _on_return.get()
     if on_return is None:
         return gradients

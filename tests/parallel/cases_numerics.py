@@ -442,3 +442,41 @@ def test_synchronized_moments_of_ranks_with_different_batches():
     shares = ",".join(str(1 + rank % 2) for rank in range(SIZE))
     train_with_trainer(model, x, LABELS, shares=shares, sync_batchnorm=True)
     assert difference(model, alone) < 1e-5
+
+
+class OneLossOfTwo(keras.Model):
+    """One optimizer scales the loss, and two apply its gradients."""
+
+    def train_step(self, data):
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        variables = self.trainable_variables
+        gradients = tape.gradient(scaled, variables)
+        self.optimizer.apply(gradients[2:], variables[2:])
+        self.other_optimizer.apply(gradients[:2], variables[:2])
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("way", ["fit", "trainer"])
+def test_a_loss_that_one_optimizer_scales_for_two_is_weighted_once(way):
+    def of_two() -> keras.Model:
+        inputs = layers.Input((LENGTH,))
+        model = OneLossOfTwo(inputs, layers.Dense(CLASSES)(layers.Dense(8, activation="tanh")(inputs)))
+        model.other_optimizer = keras.optimizers.SGD(0.1)
+        return model
+
+    x, alone = X.astype(np.float32), compiled(of_two, keras.optimizers.SGD(0.1), cross_entropy())
+    alone.other_optimizer.build(alone.trainable_variables[:2])
+    alone.optimizer.build(alone.trainable_variables[2:])
+    alone.fit(x, LABELS, SIZE * BATCH, shuffle=False, verbose=0)
+    model = compiled(of_two, keras.optimizers.SGD(0.1), cross_entropy())
+    if way == "fit":
+        model.optimizer = distributed(model.optimizer)
+        model.other_optimizer = distributed(model.other_optimizer)
+        train_with_fit(model, x, LABELS)
+    else:
+        shares = ",".join(str(1 + rank % 2) for rank in range(SIZE))
+        train_with_trainer(model, x, LABELS, shares=shares)
+    assert difference(model, alone) < 1e-5

@@ -10,7 +10,7 @@ from hvdtrain.config.wording import option
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.optim.kept_batch import KeptBatch
-from hvdtrain.optim.keras_calls import run_train_step, run_weighted_train_step
+from hvdtrain.optim.keras_calls import run_weighted_train_step
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.training.equality.scheduled_check import ScheduledCheck, end_if_only_checking
 from hvdtrain.training.equality.step_check import StepCheck
@@ -44,12 +44,7 @@ def check_of_model(
             model, model.train_step, data, is_update=weighs_micro_batches, is_weighted_later=is_weighted_later
         )
 
-    if weighs_micro_batches and len(pipelines_of(model)) > 1:
-        # A loss that one optimizer scales, and whose gradients several apply, would be weighted by each of them.
-        own_step = functools.partial(run_train_step, model, model.train_step)
-        check = StepCheck(own_step, model, collectives, equally_many=True)
-    else:
-        check = StepCheck(step, model, collectives, unweighted=functools.partial(step, is_weighted_later=True))
+    check = StepCheck(step, model, collectives, unweighted=functools.partial(step, is_weighted_later=True))
     return ScheduledCheck(
         check, batches, collectives, on_unequal=on_unequal, how_to_continue=how_to_continue, report=report
     )

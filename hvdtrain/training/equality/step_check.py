@@ -87,7 +87,6 @@ class StepCheck:
         collectives: the ranks that make steps together.
         unweighted: the same step, whose losses are not multiplied by the number of a rank's samples, so that they can
             be compared (default: the step).
-        equally_many: compare steps on the same number of samples of each rank, also of batches of different sizes.
     """
 
     def __init__(
@@ -97,10 +96,8 @@ class StepCheck:
         collectives: Collectives,
         *,
         unweighted: Callable[[Any], Any] | None = None,
-        equally_many: bool = False,
     ):
         self._model = model
-        self._equally_many = equally_many
         self._collectives = collectives
         self._step = CheckedStep(step, model, collectives)
         self._unweighted = CheckedStep(unweighted or step, model, collectives)
@@ -134,7 +131,7 @@ class StepCheck:
             return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
         if recurrent_states(self._model):
             return Finding({}, unchecked="its layers keep states of the samples of each rank's last batch")
-        samples = gather_samples(batch, self._collectives, equally_many=self._equally_many)
+        samples = gather_samples(batch, self._collectives)
         if samples is None:
             return Finding({}, unchecked="a rank has no samples")
         if samples.are_the_same:
