@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 from models import NUM_CLASSES, relative_difference, values
+from noted_findings import noted_findings
 from stopped_runs import StopAt, assert_same_results, make_run, results_of, stopped
 from trainers import make_trainer, train_config
 from trainings import (
@@ -33,7 +34,6 @@ from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.local_sgd import fragment as fragment_module
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
 from hvdtrain.training.equality import scheduled_check
-from hvdtrain.training.equality.step_check import StepCheck
 from hvdtrain.training.step_runner import StepRunner
 from hvdtrain.training.strategies.strategy import Place
 from hvdtrain.training.train_step import TrainStep
@@ -139,14 +139,7 @@ def test_post_local_sgd():
 )
 def test_the_synchronous_steps_are_checked(sync_steps_first, checks, monkeypatch):
     """The first one, and when the next check is due, which its cost would delay."""
-    findings = []
-    run = StepCheck.run
-
-    def noted(check, batch):
-        findings.append(run(check, batch))
-        return findings[-1]
-
-    monkeypatch.setattr(StepCheck, "run", noted)
+    findings = noted_findings(monkeypatch)
     monkeypatch.setattr(scheduled_check, "_MAX_SHARE_OF_TIME", 1e9)
     trained(tanh_model, "adam", mode="local", sync_every=4, sync_steps_first=sync_steps_first)
     assert len(findings) == checks

@@ -10,6 +10,7 @@ import tensorflow as tf
 from contributions import samples_of_updates
 from keras import layers
 from models import NUM_CLASSES, SHARED_GPUS, loss, relative_difference, samples, values
+from noted_findings import noted_findings
 from tensorflow.python.framework import config
 from trainers import make_trainer
 from trainings import dtype_policy
@@ -21,7 +22,6 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import NonFiniteError, StoppedEarly, UnequalError, UsageError
 from hvdtrain.training.config import QuorumConfig
-from hvdtrain.training.equality.step_check import StepCheck
 from hvdtrain.training.quorum.ledger import QuorumLedger
 
 TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
@@ -95,14 +95,7 @@ class Centred(layers.Layer):
 
 def test_the_program_is_checked(monkeypatch):
     """Also if a rank has no batch in the first steps: the check waits until all have one."""
-    findings = []
-    run = StepCheck.run
-
-    def noted(check, batch):
-        findings.append(run(check, batch))
-        return findings[-1]
-
-    monkeypatch.setattr(StepCheck, "run", noted)
+    findings = noted_findings(monkeypatch)
     trainer_of(make_model(1, layers.BatchNormalization()), epochs=1).fit()
     assert {(each.unequal, each.unchecked) for each in findings} == {(None, None)}
     assert findings[0].compared["gradient"] >= 4
