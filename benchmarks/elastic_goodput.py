@@ -133,8 +133,9 @@ def measure(
             if time.time() > next_s:
                 noted = notes_in(times).items()
                 living = [pid for pid, made in noted if time.time() - made[-1][0] < 3 and not made[0][2]]
-                os.kill(generator.choice(living), signal.SIGKILL)
-                kills += 1
+                if living:
+                    os.kill(generator.choice(living), signal.SIGKILL)
+                    kills += 1
                 next_s += every_s
             time.sleep(0.1)
     finally:
