@@ -164,7 +164,8 @@ class LocalStrategy(Strategy):
             self._lost_steps += lost
             if rank == 0:
                 where = f"before step {furthest.step + 1}: those since the last average"
-                report(0, f"lost {lost} local step(s) of {num_lost} rank(s) {where}")
+                number = lost if self.in_lockstep else f"about {lost}"
+                report(0, f"lost {number} local step(s) of {num_lost} rank(s) {where}")
         if self.in_lockstep:
             self._averager.end_round(only_if_due=True)
         else:
