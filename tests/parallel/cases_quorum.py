@@ -21,6 +21,7 @@ from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import NonFiniteError, StoppedEarly, UnequalError, UsageError
+from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.training.config import QuorumConfig
 from hvdtrain.training.quorum.ledger import QuorumLedger
 
@@ -95,8 +96,15 @@ class Centred(layers.Layer):
 
 def test_the_program_is_checked(monkeypatch):
     """Also if a rank has no batch in the first steps: the check waits until all have one."""
-    findings = noted_findings(monkeypatch)
+    findings, take, taken = noted_findings(monkeypatch), KeptBatch.take, []
+
+    def take_late(batches):
+        taken.append(take(batches))
+        return None if RANK == 0 and len(taken) == 1 else taken[-1]
+
+    monkeypatch.setattr(KeptBatch, "take", take_late)
     trainer_of(make_model(1, layers.BatchNormalization()), epochs=1).fit()
+    assert len(taken) == len(findings) + 1
     assert {(each.unequal, each.unchecked) for each in findings} == {(None, None)}
     assert findings[0].compared["gradient"] >= 4
     with pytest.raises(UnequalError, match="depends on the other samples of the batch"):
