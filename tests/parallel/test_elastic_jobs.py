@@ -169,7 +169,8 @@ def test_a_rank_that_is_lost_in_the_check_of_a_step(tmp_path):
     assert ended.code == 0, ended.output
     assert job.happened() == 1
     assert ended.output.count("hvdtrain elastic: lost rank 1") == 1
-    assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60))
+    # The global batch is that of two ranks.
+    assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60, batch_size=32))
 
 
 @pytest.mark.long
