@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.data.sample_plan import SamplePlan, exclude
 from hvdtrain.data.source import Source
+from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.system import devices
 
@@ -182,7 +183,4 @@ def _run_ahead(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options.deterministic = True
     # The input is already sharded by sample number.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    # The autotuning thread sleeps for up to a minute between two checks, and deleting an iterator can block until it
-    # wakes up (seen with 2.21: 20 s, the main thread in the destructor, all other ranks in an allreduce).
-    options.autotune.enabled = False
-    return dataset.with_options(options).prefetch(2)
+    return without_autotuning(dataset.with_options(options)).prefetch(2)

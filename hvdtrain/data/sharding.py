@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.data import sharded_order
 from hvdtrain.distributed import runtime
+from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
 
 
@@ -52,7 +53,7 @@ def shard_of(data: tuple[Any, ...], rank: int, size: int, *, drop_remainder: boo
     if not datasets:
         return _shard_of_arrays(data, rank, size, drop_remainder)
     if isinstance(datasets[0], tf.data.Dataset):
-        return (_shard_of_dataset(datasets[0], rank, size, drop_remainder),)
+        return (without_autotuning(_shard_of_dataset(datasets[0], rank, size, drop_remainder)),)
     return (_PyDatasetShard(datasets[0], rank, size, drop_remainder),)
 
 

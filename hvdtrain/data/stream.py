@@ -13,6 +13,7 @@ from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.numbered import as_keras_packs
 from hvdtrain.data.pipeline import parallel_calls
 from hvdtrain.data.sample_plan import SamplePlan, shard
+from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.system import environment
 from hvdtrain.system.terminal import report
@@ -65,6 +66,7 @@ class Stream:
         transform: Callable[..., Any] | None = None,
         batched: bool | None = None,
     ):
+        dataset = without_autotuning(dataset)
         known = int(dataset.cardinality())
         if num_samples is None and known == tf.data.INFINITE_CARDINALITY:
             raise UsageError("an infinite dataset needs num_samples, the samples per epoch. Received: None")

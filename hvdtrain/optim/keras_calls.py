@@ -36,6 +36,7 @@ from hvdtrain.distributed.optimizers import is_horovods_own, leaves, optimizers_
 from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
@@ -190,6 +191,21 @@ def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor |
     if loss is not None and global_loss.loss_scope() is not None:
         global_loss.require_one_number(loss)
     return loss
+
+
+# Before a step: its batch.
+
+_epoch_iterator = keras_internals.EPOCH_ITERATOR.value()
+_dataset_of_epoch_here = keras_internals.EPOCH_DATASET.of(_epoch_iterator)
+
+
+def _untuned_dataset_of_epoch(self: Any) -> Any:
+    dataset = _dataset_of_epoch_here(self)
+    # A strategy of tf.distribute has datasets of its own.
+    return without_autotuning(dataset) if isinstance(dataset, tf.data.Dataset) else dataset
+
+
+keras_internals.EPOCH_DATASET.set(_epoch_iterator, _untuned_dataset_of_epoch)
 
 
 def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:

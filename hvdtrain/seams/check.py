@@ -61,6 +61,7 @@ def require_known_keras() -> None:
         "Model": model,
         "Functional": model,
         "CompileMetrics": names.COMPILED_METRICS.of(model),
+        "TFEpochIterator": names.EPOCH_ITERATOR.value(),
         "Optimizer": optimizer,
         "RMSprop": with_momentums,
         "Adagrad": with_accumulators,

@@ -25,6 +25,10 @@ JIT_COMPILE = Seam("Model", "_jit_compile", "is cleared while a train_step that 
 SYMBOLIC_BUILD = Seam("Model", "_symbolic_build", "creates the variables of metrics")
 BUILD_SHAPES = Seam("Model", "_build_shapes_dict", "is restored if a model cannot be built from shapes")
 INPUTS = Seam("Functional", "_inputs_struct", "names the structure of a model's inputs")
+EPOCH_ITERATOR = ImportedSeam(
+    "keras.src.backend.tensorflow.trainer", "TFEpochIterator", "makes the iterators of fit, evaluate and predict"
+)
+EPOCH_DATASET = Seam("TFEpochIterator", "_get_iterator", "returns the dataset of an epoch, which is not autotuned")
 
 # Optimizers.
 ITERATIONS = Seam("Optimizer", "_iterations", "counts the micro-batches")
