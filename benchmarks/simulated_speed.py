@@ -44,7 +44,9 @@ class Setting:
         return drawn
 
     def average_s(self, num_bytes: float, living: int) -> float:
-        return 0.0 if living == 1 or not num_bytes else over_all_s(num_bytes, living, self.hierarchical, self.between_hosts)
+        if living == 1 or not num_bytes:
+            return 0.0
+        return over_all_s(num_bytes, living, self.hierarchical, self.between_hosts)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ With ``connect`` and ``settle`` instead, the first number is how often this proc
 settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
 ``HVDTRAIN_TEST_UNEQUAL``, if set, makes a layer depend on the batch of its rank as soon as an event has happened.
-``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
+``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps, and the number of
+its samples in each.
 """
 
 import json
@@ -34,6 +35,8 @@ keras.config.set_dtype_policy("float64")
 
 
 MODELS: list[keras.Model] = []
+SAMPLES = [0]
+"""Of the last micro-batch."""
 STEP = ("before", "within", "from")
 
 
@@ -92,14 +95,17 @@ class Events(layers.Layer):
         leaf = leaves_of(MODELS[0])[0]
         micro_batches = leaf._iterations.value
 
-        def happen(micro_batches):
+        def happen(micro_batches, samples):
+            SAMPLES[:] = [int(samples)]
             # The step is that which is being made; in its last micro-batch.
             step, left = divmod(int(micro_batches) + 1, leaf.gradient_accumulation_steps or 1)
             if left == 0:
                 events_at(step, "within")
             return micro_batches
 
-        with tf.control_dependencies([tf.numpy_function(happen, [micro_batches], micro_batches.dtype)]):
+        with tf.control_dependencies([
+            tf.numpy_function(happen, [micro_batches, tf.shape(x)[0]], micro_batches.dtype)
+        ]):
             return tf.identity(x)
 
 
@@ -132,7 +138,7 @@ class Observer(keras.callbacks.Callback):
         folder = os.environ.get("HVDTRAIN_TEST_TIMES")
         if folder:
             with Path(folder, f"{os.getpid()}.txt").open("a") as file:
-                file.write(f"{int(self.model.optimizer.iterations)} {time.time()}\n")
+                file.write(f"{int(self.model.optimizer.iterations)} {time.time()} {SAMPLES[0]}\n")
         time.sleep(float(os.environ.get("HVDTRAIN_TEST_STEP_S", "0")))
 
 
