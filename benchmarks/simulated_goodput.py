@@ -16,8 +16,9 @@ Measured, in docs/results.md unless named otherwise:
   ranks); 5.3 s from the start of a job to its first step (Step times).
 
 Assumed: 54 s until another machine has taken the place of a lost one, so that it trains again after a minute;
-checkpoints that cost a second of training, at J. W. Young's interval (1974), but at least every minute's write of ten
-seconds; the steps, gradients and links of ``simulated_averaging.py``; slow ranks never fail.
+checkpoints that cost a second of training and are written in ten, at J. W. Young's interval (1974); newcomers receive
+their state by a tree of messages between hosts; sync mode in elastic jobs with ``--on-unequal ignore``; the steps,
+gradients and links of ``simulated_averaging.py``; slow ranks never fail.
 """
 
 import argparse
@@ -94,11 +95,13 @@ def elastic(
     setting: Setting, way: Way, pauses: Pauses, next_failure: Callable[[float, int], float], seconds: float
 ) -> Outcome:
     """A job whose ranks change while it trains."""
-    now_s = computed = lost = could_living = 0.0
+    now_s = computed = lost = could_living = resumes_s = 0.0
     living, joining, failures = setting.ranks, 0, 0
     ready: list[float] = []
-    trained_s = resumes_s = 0.0
-    """Trained since all ranks last contributed to an average, or since the last repeated step."""
+    trained_s = 0.0
+    """Since the ranks last changed."""
+    kept_s = 0.0
+    """Trained before that, since the last contribution to a complete average."""
     fails_s = next_failure(now_s, living)
     while now_s < seconds:
         pace, alone_per_second = _speed(setting, way, living), alone_per_s(setting, living, setting.slow)
@@ -112,14 +115,21 @@ def elastic(
         now_s = event_s
         if now_s >= fails_s:
             failures += 1
-            lost += _lost(setting, way, pace, living, trained_s)
+            kept_s = _unaveraged_s(pace, trained_s, kept_s)
+            if way.every:
+                lost += kept_s * (
+                    alone_per_s(setting, 1, 0) if way.wait_free else pace.share * alone_per_second / living
+                )
+            else:
+                lost += kept_s * pace.share * alone_per_second  # All repeat the step.
+                kept_s = 0.0
+            trained_s = 0.0
             if living > max(1, setting.slow):
                 living -= 1
                 heapq.heappush(ready, now_s + pauses.away_s)
             for _ in range(joining):
                 heapq.heappush(ready, now_s)
             joining = 0
-            trained_s = trained_s if way.every else 0.0
             resumes_s = now_s + pauses.after_loss_s(living) + _waits_s(setting, way, living)
             fails_s = next_failure(now_s, living)
         elif is_paused:
@@ -130,11 +140,19 @@ def elastic(
                 heapq.heappop(ready)
                 joining += 1
             if joining:
-                # The ranks that are there complete a step and average before.
-                trained_s = 0.0
+                trained_s = kept_s = 0.0
                 resumes_s = now_s + pauses.at_join_s(living + joining) + _waits_s(setting, way, living)
+                # The ranks that are there average before.
+                resumes_s += setting.average_s(setting.num_bytes, living) if way.every else 0.0
+                resumes_s += setting.share_state_s(living + joining)
     could_all = alone_per_s(setting, setting.ranks, setting.slow) * seconds
     return Outcome(computed, computed - lost, lost, could_all, could_living, failures)
+
+
+def _unaveraged_s(pace: Speed, trained_s: float, kept_s: float) -> float:
+    """How long ago ranks made the last contribution whose average is complete; in sync mode, began the step."""
+    rounds = max(0, math.floor((trained_s - pace.average_s) / pace.round_s))
+    return trained_s - rounds * pace.round_s + (kept_s if rounds == 0 else 0.0)
 
 
 def _speed(setting: Setting, way: Way, living: int) -> Speed:
@@ -146,17 +164,6 @@ def _speed(setting: Setting, way: Way, living: int) -> Speed:
 def _waits_s(setting: Setting, way: Way, living: int) -> float:
     """The mean time for which ranks that do not step together wait for each other's steps when members change."""
     return setting.step_s * setting.ranks / living / 2 if way.every else 0.0
-
-
-def _lost(setting: Setting, way: Way, pace: Speed, living: int, trained_s: float) -> float:
-    """What is lost with a rank that is not slow, in steps of a rank at the start."""
-    alone = alone_per_s(setting, living, setting.slow)
-    if not way.every:
-        return trained_s % pace.round_s * pace.share * alone  # All repeat the step.
-    of_rank = alone_per_s(setting, 1, 0) if way.wait_free else pace.share * alone / living
-    # The last round whose average is complete.
-    rounds = max(0, math.floor((trained_s - pace.average_s) / pace.round_s))
-    return (trained_s - rounds * pace.round_s) * of_rank
 
 
 def restarting(

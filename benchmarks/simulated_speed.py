@@ -33,6 +33,7 @@ class Setting:
     varies: bool = True
     """Steps vary by 3 %, and one in a hundred takes 1.5 times as long."""
     num_bytes: int = SIZE
+    """Of the parameters."""
 
     def drawn_s(self, rng: np.random.Generator, steps: int, living: int) -> np.ndarray:
         """Times of steps on the living ranks, the slow ones first, shape ``[steps, ranks]``."""
@@ -47,6 +48,13 @@ class Setting:
         if living == 1 or not num_bytes:
             return 0.0
         return over_all_s(num_bytes, living, self.hierarchical, self.between_hosts)
+
+    def share_state_s(self, living: int) -> float:
+        """The time in which newcomers receive the parameters and two slots of each, by a binomial tree."""
+        if not self.num_bytes:
+            return 0.0
+        link = self.between_hosts
+        return math.ceil(math.log2(living)) * (link.latency_s + 8 * 3 * self.num_bytes / link.bits_per_second)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +143,17 @@ def _with_quorum(
     free_s, missed = np.zeros(living), np.zeros(living, int)
     for drawn_s in setting.drawn_s(rng, updates, living):
         # A rank that computes for a past update begins when it is done.
-        ready_s = np.maximum(free_s, now_s) + drawn_s
+        begins_s = np.maximum(free_s, now_s)
+        ready_s = begins_s + drawn_s
         end_s = now_s + GRACE * (np.partition(ready_s, quorum - 1)[quorum - 1] - now_s)
         end_s = max(end_s, float(ready_s[missed >= MAX_MISSED_UPDATES].max(initial=0.0)))
         end_s = min(end_s, float(ready_s.max()))
         is_in = ready_s <= end_s
         contributions += int(is_in.sum())
         missed = np.where(is_in, 0, missed + 1)
+        free_s = np.where(begins_s < end_s, ready_s, free_s)
         now_s += _step_s(setting, end_s - now_s, living)
-        free_s = np.where(is_in, now_s, ready_s)
+        free_s = np.where(is_in, now_s, free_s)
     return contributions, now_s
 
 
