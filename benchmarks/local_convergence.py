@@ -2,10 +2,10 @@
 
     launch/run mpirun -np 2 python benchmarks/local_convergence.py
 
-Trains with each configuration and several seeds. Prints mean and standard deviation of the averaged model's final loss,
-and its difference from sync mode: the mean over seeds of the differences of equal seeds, with its 95 % confidence
-interval. The text is the source code of the installed Keras and NumPy, byte by byte; each sample is used at most once.
-Results of this script are kept in ``benchmarks/results/local_convergence.json``; ``--table`` prints them again.
+Trains with each configuration and several seeds. Prints mean and two standard deviations of the averaged model's final
+loss, and its difference from sync mode: the mean of the differences of equal seeds, and its 95 % confidence interval
+(Student's t). The text is the source code of the installed Keras and NumPy, byte by byte; each sample is used at most
+once. Results are kept in ``benchmarks/results/local_convergence.json``; ``--table`` prints them again.
 """
 
 import argparse
@@ -180,19 +180,25 @@ def final_loss(task: Digits | Text, way: Way, seed: int, rate: float) -> float:
     return hvdtrain.Trainer(model, data, config, callbacks=callbacks, reporter=None).fit()["eval"]["loss"]
 
 
-def line(losses: Sequence[float], reference: Sequence[float]) -> str:
-    """Mean and spread, and the difference from sync mode with the same seeds."""
-    text = f"loss {statistics.mean(losses):.4f} ({statistics.stdev(losses):.4f})"
+def difference(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    """The mean difference from sync mode with the same seeds, and half of its 95 % confidence interval."""
     differences = [ours - other for ours, other in zip(losses, reference, strict=True)]
     interval = T_OF_95_PERCENT[len(losses) - 1] * statistics.stdev(differences) / math.sqrt(len(losses))
-    mean = statistics.mean(differences)
-    return f"{text}, {mean:+.4f} ± {interval:.4f} from sync, {mean / statistics.mean(reference):+.1%}"
+    return statistics.mean(differences), interval
+
+
+def cell(losses: Sequence[float], reference: Sequence[float]) -> str:
+    mean, interval = difference(losses, reference)
+    text = f"{statistics.mean(losses):.4f} ({2 * statistics.stdev(losses):.4f})"
+    return text if losses == reference else f"{text}, {mean:+.3f} ± {interval:.3f}"
 
 
 def print_table(losses: dict[str, dict[str, list[float]]]) -> None:
-    for name, found in losses.items():
-        for way, each in found.items():
-            print(f"{name}: {way}: {line(each, found['sync'])}")
+    print("| | " + " | ".join(losses) + " |")
+    print("|---" * (len(losses) + 1) + "|")
+    for way in WAYS:
+        cells = [cell(found[way], found["sync"]) if way in found else "" for found in losses.values()]
+        print(f"| {way} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
@@ -216,7 +222,7 @@ def main() -> None:
             found = results.setdefault(name if rate == 1 else f"{name}, {rate:g}x the learning rate", {})
             found[way] = losses
             if topology.rank == 0:
-                print(f"{name}: {way}, {rate:g}x: {line(losses, found.get('sync', losses))}", flush=True)
+                print(f"{name}: {way}, {rate:g}x: {cell(losses, found.get('sync', losses))}", flush=True)
                 facts = {"ranks": topology.size, "versions": versions.versions(), "losses": results}
                 path.write_text(json.dumps(facts, indent=1) + "\n")
 
