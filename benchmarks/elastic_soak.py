@@ -61,7 +61,7 @@ class Soak:
     Args:
         folder: for the run and the output of the job.
         lab: where its processes run; None: on this host.
-        options: of training.
+        options: of local SGD, whose samples are noted.
     """
 
     def __init__(self, folder: Path, steps: int, seed: int, lab: Laboratory | None, options: Sequence[str]):
@@ -75,10 +75,13 @@ class Soak:
         self._train += ["--checkpoint-every", "500", *options]
         where = ["--hosts", "lab1:2,lab2:1"] if lab else ["--np", "3"]
         elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{MOST}", *where]
+        self._fewest = 3 if options else 2
+        """With fewer, another one joins: steps of a process alone are not noted."""
         self._steps = folder / "steps"
         self._steps.mkdir()
         self._env = {**os.environ, "HVDTRAIN_TEST_STEP_S": "0.03", "HVDTRAIN_ELASTIC_TOKEN": "soak"}
-        self._env["HVDTRAIN_TEST_TIMES"] = str(self._steps)
+        if options:
+            self._env["HVDTRAIN_TEST_SAMPLES"] = str(self._steps)
         self.job = self._start([*elastic, *self._train])
         self._joined: list[subprocess.Popen[bytes]] = []
         self.happened: dict[str, int] = {}
@@ -94,8 +97,7 @@ class Soak:
 
     def noted_samples(self) -> int:
         """Samples of the steps that all processes have made."""
-        lines = [line for path in self._steps.iterdir() for line in path.read_text().splitlines()]
-        return sum(int(line.split()[2]) for line in lines if line.count(" ") == 2)
+        return sum(int(line) for path in self._steps.iterdir() for line in path.read_text().splitlines())
 
     def members(self) -> list[psutil.Process]:
         """The training processes, oldest first."""
@@ -147,7 +149,7 @@ class Soak:
         with contextlib.suppress(psutil.Error):
             self.usage.append(Usage(self._changes(), oldest.num_fds(), oldest.memory_info().rss / 2**20))
         kind = self._random.choice(kinds)
-        if len(members) < 2 or (kind == "cut" and not self._is_on_second_host(members)):
+        if len(members) < self._fewest or (kind == "cut" and not self._is_on_second_host(members)):
             kind = "join"
         if kind == "join" and len(members) >= MOST:
             kind = "leave" if "leave" in kinds else "kill"
