@@ -264,6 +264,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument(
+        "--on-unequal", default="stop", help="ignore: without the check of the first step after a change"
+    )
     parser.add_argument("--lab", action="store_true", help="on two hosts of launch/lab")
     parser.add_argument("--cuts", type=int, default=0)
     parser.add_argument("--quiet-steps", type=int, default=0)
@@ -282,7 +285,8 @@ def main() -> None:
                 job = Path(folder, str(len(losses)))
                 job.mkdir()
                 kills = min(2 * arguments.ranks, arguments.kills - len(losses))
-                found = measure(elastic_line(arguments.ranks, job / "run", lab), arguments.ranks, kills, job)
+                line = elastic_line(arguments.ranks, job / "run", lab, "--on-unequal", arguments.on_unequal)
+                found = measure(line, arguments.ranks, kills, job)
                 losses, joins = losses + found[0], joins + found[1]
             print(f"{arguments.ranks} ranks, SIGKILL to the next step: {text(losses)}")
             print(f"{arguments.ranks} ranks, longest pause while a process joins: {text(joins)}")

@@ -6,7 +6,8 @@
 Each job has four ranks, one of which takes twice as long for a sample; a sleep stands for the computation of a sample.
 A random other rank is killed (SIGKILL) at equal intervals, and a new process takes its place. The modes take turns.
 Prints the samples that have entered the model, as a share of those that every process could have computed alone, as
-fast as one that trains alone does, from its first step to its last: the median over repeats, lowest and highest.
+fast as one that trains alone does, from its first step to its last: the median over repeats, lowest and highest. Adds
+them to results/elastic_goodput.json, with which ``simulated_goodput.py`` is compared.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.system import environment
 from hvdtrain.tasks import digits
 
+RESULTS = Path(__file__).resolve().parent / "results" / "elastic_goodput.json"
 RANKS, BATCH_SIZE, SAMPLE_S, SLOWER = 4, 24, 0.004, 2
 TIMES = "GOODPUT_BENCHMARK_TIMES"
 WITHOUT_WAITING = (RANKS - 1 + 1 / SLOWER) / (RANKS / SLOWER)
@@ -146,31 +148,42 @@ def measure(
     lost = summary.get("lost_steps", 0) * BATCH_SIZE
     # Without waiting, samples are counted when they are averaged.
     entered = summary["samples"] - (0 if mode == "wait-free" else lost)
-    return {"share": entered / possible_samples(times, step_s), "kills": kills, "lost share": lost / entered}
+    noted = notes_in(times).values()
+    return {
+        "share": entered / possible_samples(times, step_s),
+        "kills": kills,
+        "lost share": lost / entered,
+        "seconds": max(each[-1][0] for each in noted) - min(each[0][0] for each in noted),
+        "pauses": len(summary["membership_changes"]),
+        "paused seconds": summary["membership_seconds"],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--kill-every", type=float, default=20)
+    parser.add_argument("--kill-every", type=float, nargs="+", default=[20.0])
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in arguments.modes}
+    found: dict[tuple[str, float], list[float]] = {}
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         step_s = step_alone_s(Path(folder, "alone"))
         print(
             f"a step alone: {1000 * step_s:.1f} ms, of which {1000 * BATCH_SIZE * SAMPLE_S:.1f} ms are the sleep",
             flush=True,
         )
-        for repeat, mode in itertools.product(range(arguments.repeats), arguments.modes):
-            place, generator = Path(folder, f"{mode}-{repeat}"), random.Random(repeat)
-            found[mode].append(measure(mode, place, arguments.seconds, arguments.kill_every, step_s, generator))
-            print(mode, {name: round(value, 4) for name, value in found[mode][-1].items()}, flush=True)
-    for mode, each in found.items():
-        shares = [one["share"] for one in each]
-        kills = sum(one["kills"] for one in each)
-        print(f"{mode}: {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f}), {kills:.0f} kills")
+        for repeat, every_s, mode in itertools.product(range(arguments.repeats), arguments.kill_every, arguments.modes):
+            place, generator = Path(folder, f"{mode}-{every_s}-{repeat}"), random.Random(repeat)
+            measured = measure(mode, place, arguments.seconds, every_s, step_s, generator)
+            print(mode, every_s, {name: round(value, 4) for name, value in measured.items()}, flush=True)
+            found.setdefault((mode, every_s), []).append(measured["share"])
+            rows.append({"mode": mode, "kill_every_s": every_s, "step_alone_s": step_s, **measured})
+            RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    for (mode, every_s), shares in found.items():
+        spread = f"{statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
+        print(f"{mode}, a kill every {every_s:g} s: {spread}")
 
 
 if __name__ == "__main__":

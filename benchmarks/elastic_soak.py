@@ -9,6 +9,10 @@ With ``--lab`` (root needed) the job has two hosts of launch/lab, and the link b
 compares the run with one process and prints the difference of the weights, and the descriptors and memory of the
 oldest process at each change of members. One process is left alone, so that there is an oldest one. Exits with 1 if
 a rule is broken.
+
+``--wait-free`` trains by local SGD without waiting. There, the samples of all steps must have been averaged, except for
+those of killed processes since their last contribution, at most four rounds of each; training itself fails if the ranks
+are not equal at the end.
 """
 
 import argparse
@@ -21,8 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -35,6 +40,10 @@ from laboratory import Laboratory
 
 STALL_S = 15.0
 MOST = 4
+WAIT_FREE = ["--mode", "local", "--sync-every", "8", "--wait-free"]
+MOST_LOST_STEPS = 4 * 8
+"""Of a killed process, with WAIT_FREE: those of its last contribution and since, while it waited for others as well."""
+LOSSES = ("kill", "stop", "cut")
 KINDS = ("kill", "stop", "leave", "join", "cut")
 
 
@@ -52,9 +61,10 @@ class Soak:
     Args:
         folder: for the run and the output of the job.
         lab: where its processes run; None: on this host.
+        options: of local SGD, whose samples are noted.
     """
 
-    def __init__(self, folder: Path, steps: int, seed: int, lab: Laboratory | None):
+    def __init__(self, folder: Path, steps: int, seed: int, lab: Laboratory | None, options: Sequence[str]):
         self.folder = folder
         self.run_dir = folder / "run"
         self._lab = lab
@@ -62,10 +72,16 @@ class Soak:
         self._log = (folder / "output.txt").open("w")
         self._train = [*TRAIN, "--run-dir", str(self.run_dir), "--steps", str(steps), "--log-every", "100"]
         self._train += ["--stall-timeout", str(STALL_S), "--global-batch-size", str(GLOBAL_BATCH)]
-        self._train += ["--checkpoint-every", "500"]
+        self._train += ["--checkpoint-every", "500", *options]
         where = ["--hosts", "lab1:2,lab2:1"] if lab else ["--np", "3"]
         elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{MOST}", *where]
+        self._fewest = 3 if options else 2
+        """With fewer, another one joins: steps of a process alone are not noted."""
+        self._steps = folder / "steps"
+        self._steps.mkdir()
         self._env = {**os.environ, "HVDTRAIN_TEST_STEP_S": "0.03", "HVDTRAIN_ELASTIC_TOKEN": "soak"}
+        if options:
+            self._env["HVDTRAIN_TEST_SAMPLES"] = str(self._steps)
         self.job = self._start([*elastic, *self._train])
         self._joined: list[subprocess.Popen[bytes]] = []
         self.happened: dict[str, int] = {}
@@ -78,6 +94,10 @@ class Soak:
     @property
     def output(self) -> str:
         return (self.folder / "output.txt").read_text()
+
+    def noted_samples(self) -> int:
+        """Samples of the steps that all processes have made."""
+        return sum(int(line) for path in self._steps.iterdir() for line in path.read_text().splitlines())
 
     def members(self) -> list[psutil.Process]:
         """The training processes, oldest first."""
@@ -129,7 +149,7 @@ class Soak:
         with contextlib.suppress(psutil.Error):
             self.usage.append(Usage(self._changes(), oldest.num_fds(), oldest.memory_info().rss / 2**20))
         kind = self._random.choice(kinds)
-        if len(members) < 2 or (kind == "cut" and not self._is_on_second_host(members)):
+        if len(members) < self._fewest or (kind == "cut" and not self._is_on_second_host(members)):
             kind = "join"
         if kind == "join" and len(members) >= MOST:
             kind = "leave" if "leave" in kinds else "kill"
@@ -171,18 +191,41 @@ class Soak:
             process.kill()
 
 
+def compared_with_one(run_dir: Path, one: Path) -> bool:
+    """Prints the differences from one process; returns whether they break a rule."""
+    ours, expected = weights(run_dir), weights(one)
+    difference = max(np.abs(ours[key] - b).max() / max(np.abs(b).max(), 1e-9) for key, b in expected.items())
+    samples = summary(run_dir)["samples"], summary(one)["samples"]
+    print(f"largest relative difference from one process: {difference:.1e}")
+    print("samples: {}, one process {}".format(*samples))
+    return bool(difference > 1e-10) or samples[0] != samples[1]
+
+
+def compared(soak: Soak, found: dict[str, Any]) -> bool:
+    """Prints what became of the samples without waiting; returns whether they break a rule."""
+    noted, averaged = soak.noted_samples(), found["samples"]
+    losses = sum(soak.happened.get(kind, 0) for kind in LOSSES)
+    most = losses * MOST_LOST_STEPS * GLOBAL_BATCH
+    print(
+        f"samples: {noted} in steps, {averaged} averaged, {noted - averaged} lost with {losses} processes; most {most}"
+    )
+    print(f"averages: {found['averaging_rounds']}, lost steps by the job's estimate: {found['lost_steps']}")
+    return not 0 <= noted - averaged <= most
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["kill", "stop", "leave", "join"])
     parser.add_argument("--steps", type=int, help="default: 500 for each event")
+    parser.add_argument("--wait-free", action="store_true", help="by local SGD without waiting")
     parser.add_argument("--lab", action="store_true", help="on two hosts of launch/lab")
     arguments = parser.parse_args()
     steps = arguments.steps or 500 * arguments.events
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         lab = stack.enter_context(Laboratory(2)) if arguments.lab else None
-        soak = Soak(Path(name), steps, arguments.seed, lab)
+        soak = Soak(Path(name), steps, arguments.seed, lab, WAIT_FREE if arguments.wait_free else [])
         try:
             kinds = (*arguments.kinds, *(["cut"] if lab else []))
             num = 0
@@ -190,23 +233,20 @@ def main() -> None:
                 num += 1
             code = soak.end()
             left = soak.members()
-            found, one = summary(soak.run_dir), train_alone(Path(name, "one"), steps, timeout_s=1200)
+            found = summary(soak.run_dir)
+            one = None if arguments.wait_free else train_alone(Path(name, "one"), steps, timeout_s=1200)
         except BaseException:
             print(soak.output[-4000:])
             raise
         finally:
             soak.kill()
-        expected = weights(one)
-        ours = weights(soak.run_dir)
-        difference = max(np.abs(ours[key] - b).max() / max(np.abs(b).max(), 1e-9) for key, b in expected.items())
         first, last = soak.usage[0], soak.usage[-1]
         print(json.dumps({"events": num, **soak.happened, "generations": soak._changes(), "exit_code": code}))
-        print(f"largest relative difference from one process: {difference:.1e}")
-        print(f"samples: {found['samples']}, one process {summary(one)['samples']}")
+        is_wrong = compared(soak, found) if one is None else compared_with_one(soak.run_dir, one)
         print(f"oldest process: {first} … {last}, most {max(u.descriptors for u in soak.usage)} descriptors")
         print("MiB at each change:", *(f"{each.changes}: {each.memory_mib:.0f}" for each in soak.usage))
         print(f"processes left: {len(left)}")
-        wrong = code != 0 or difference > 1e-10 or found["samples"] != summary(one)["samples"] or left
+        wrong = code != 0 or is_wrong or left
         wrong = wrong or num < arguments.events or "terminate called" in soak.output
         if wrong:
             print(soak.output[-6000:])

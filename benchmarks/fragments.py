@@ -11,13 +11,12 @@ the bytes of the largest average, relative to that mode's. The transformer predi
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
-from keras import layers
-from local_convergence import CONTEXT_BYTES, Digits, Text, topology
+from local_convergence import TASKS, Digits, Text, topology
 
 import hvdtrain
 from hvdtrain import LocalSGDConfig
@@ -42,26 +41,6 @@ WAYS: dict[str, tuple[dict[str, Any], str]] = {
         "F=1, nesterov",
     ),
 }
-
-
-class Transformer(Text):
-    """A character-level transformer on the text of ``local_convergence.py``."""
-
-    steps = 400
-
-    def model(self, rate: float) -> keras.Model:
-        tokens = layers.Input((CONTEXT_BYTES,), dtype="int32")
-        positions = keras.ops.arange(CONTEXT_BYTES)
-        x = layers.Embedding(256, 32)(tokens) + layers.Embedding(CONTEXT_BYTES, 32)(positions)
-        for _ in range(2):
-            normal = layers.LayerNormalization()(x)
-            x = x + layers.MultiHeadAttention(2, 16)(normal, normal, use_causal_mask=True)
-            x = x + layers.Dense(32)(layers.Dense(64, activation="relu")(layers.LayerNormalization()(x)))
-        logits = layers.Dense(256)(layers.LayerNormalization()(x[:, -1]))
-        model = keras.Model(tokens, logits)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(rate * 3e-3), loss=loss)
-        return model
 
 
 def train(task: Digits | Text, options: dict[str, Any], seed: int) -> tuple[float, int]:
@@ -98,12 +77,11 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     parser.add_argument("--tasks", nargs="*", default=["digits", "transformer"])
     arguments = parser.parse_args()
-    makers: dict[str, Callable[[], Digits | Text]] = {"digits": Digits, "transformer": Transformer}
     path = Path(__file__).parent / "results" / "fragments.json"
     # Those of other tasks are kept.
     results: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text())["tasks"] if path.exists() else {}
     for name in arguments.tasks:
-        task = makers[name]()
+        task = TASKS[name]()
         found = results[name] = {}
         for way in arguments.ways:
             options, reference = WAYS[way]

@@ -1,18 +1,23 @@
-"""Final loss of local training compared with sync training after the same number of samples: digits and text.
+"""Final loss of local training compared with sync training after the same number of samples: digits, text, transformer.
 
-    launch/run mpirun -np 4 python benchmarks/local_convergence.py
+    launch/run mpirun -np 2 python benchmarks/local_convergence.py
 
-Trains with each configuration and several seeds, and prints mean and standard deviation of the averaged model's
-final loss. The text is the source code of the installed Keras and NumPy, byte by byte; each sample is used at
-most once. The last results are in ``benchmarks/results/local_convergence.json``.
+Trains with each configuration and several seeds. Prints mean and two standard deviations of the averaged model's final
+loss, and its difference from sync mode: the mean of the differences of equal seeds, and its 95 % confidence interval
+(Student's t). The text is the source code of the installed Keras and NumPy, byte by byte; each sample is used at most
+once. Results are kept in ``benchmarks/results/local_convergence.json``; ``--table`` prints them again.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
+import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hvdtrain
 
@@ -27,21 +32,58 @@ from hvdtrain.system import versions
 from hvdtrain.tasks.loading import load_task
 
 CONTEXT_BYTES = 24
-# Name to a function from the number of steps to the configuration.
-WAYS: dict[str, Callable[[int], LocalSGDConfig | None]] = {
-    "sync": lambda steps: None,
-    "H=4": lambda steps: LocalSGDConfig(sync_every=4),
-    "H=16": lambda steps: LocalSGDConfig(sync_every=16),
-    "H=64": lambda steps: LocalSGDConfig(sync_every=64),
-    "H=16, slots averaged": lambda steps: LocalSGDConfig(sync_every=16, average_slots="average"),
-    "H=64, slots averaged": lambda steps: LocalSGDConfig(sync_every=64, average_slots="average"),
-    "H=4, nesterov": lambda steps: LocalSGDConfig(sync_every=4, outer="nesterov"),
-    "H=16, nesterov": lambda steps: LocalSGDConfig(sync_every=16, outer="nesterov"),
-    "H=64, nesterov": lambda steps: LocalSGDConfig(sync_every=64, outer="nesterov"),
-    "H=16, overlap": lambda steps: LocalSGDConfig(sync_every=16, overlap=True),
-    "H=16 after a quarter in sync": lambda steps: LocalSGDConfig(sync_every=16, sync_steps_first=steps // 4),
-    "H=64, adacomm": lambda steps: LocalSGDConfig(sync_every=64, sync_schedule="adacomm"),
+T_OF_95_PERCENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Quantiles of Student's t distribution, by degrees of freedom."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to train."""
+
+    config: Callable[[int], LocalSGDConfig | None]
+    """From the number of steps; None: sync mode."""
+    has_slow_rank: bool = False
+    """Rank 1 takes twice as long for a step."""
+
+
+def _every(sync_every: int, **options: Any) -> Way:
+    return Way(lambda steps: LocalSGDConfig(sync_every=sync_every, **options))
+
+
+_WAIT_FREE = Way(lambda steps: LocalSGDConfig(sync_every=16, wait_free=True))
+WAYS: dict[str, Way] = {
+    "sync": Way(lambda steps: None),
+    "H=4": _every(4),
+    "H=16": _every(16),
+    "H=64": _every(64),
+    "H=4, F=4": _every(4, fragments=4),
+    "H=16, F=4": _every(16, fragments=4),
+    "H=64, F=4": _every(64, fragments=4),
+    "H=16, int8": _every(16, sync_dtype="int8"),
+    "H=16, int4": _every(16, sync_dtype="int4"),
+    "H=16, F=4, delay 4, int4": _every(16, fragments=4, overlap=True, fragment_delay=4, sync_dtype="int4"),
+    "H=16, overlap": _every(16, overlap=True),
+    "H=16, wait-free": _WAIT_FREE,
+    "H=16, wait-free, a slow rank": dataclasses.replace(_WAIT_FREE, has_slow_rank=True),
+    "H=4, nesterov": _every(4, outer="nesterov"),
+    "H=16, nesterov": _every(16, outer="nesterov"),
+    "H=64, nesterov": _every(64, outer="nesterov"),
+    "H=16, slots averaged": _every(16, average_slots="average"),
+    "H=64, slots averaged": _every(64, average_slots="average"),
+    "H=16 after a quarter in sync": Way(lambda steps: LocalSGDConfig(sync_every=16, sync_steps_first=steps // 4)),
+    "H=64, adacomm": _every(64, sync_schedule="adacomm"),
 }
+
+
+class SlowRank(keras.callbacks.Callback):
+    """Makes steps of rank 1 twice as long."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._began_s = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if topology.rank == 1:
+            time.sleep(time.perf_counter() - self._began_s)
 
 
 class Digits:
@@ -86,6 +128,29 @@ class Text:
         return model
 
 
+class Transformer(Text):
+    """A character-level transformer of two blocks, 135 kB of parameters."""
+
+    steps = 400
+
+    def model(self, rate: float) -> keras.Model:
+        tokens = layers.Input((CONTEXT_BYTES,), dtype="int32")
+        positions = keras.ops.arange(CONTEXT_BYTES)
+        x = layers.Embedding(256, 32)(tokens) + layers.Embedding(CONTEXT_BYTES, 32)(positions)
+        for _ in range(2):
+            normal = layers.LayerNormalization()(x)
+            x = x + layers.MultiHeadAttention(2, 16)(normal, normal, use_causal_mask=True)
+            x = x + layers.Dense(32)(layers.Dense(64, activation="relu")(layers.LayerNormalization()(x)))
+        logits = layers.Dense(256)(layers.LayerNormalization()(x[:, -1]))
+        model = keras.Model(tokens, logits)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=keras.optimizers.Adam(rate * 3e-3), loss=loss)
+        return model
+
+
+TASKS: dict[str, Callable[[], Digits | Text]] = {"digits": Digits, "text": Text, "transformer": Transformer}
+
+
 def _sources(package: str) -> list[bytes]:
     module = __import__(package)
     folder = Path(str(module.__file__)).parent
@@ -96,10 +161,11 @@ def _samples(windows: np.ndarray) -> Arrays:
     return Arrays(windows[:, :-1].astype(np.int32), windows[:, -1].astype(np.int32))
 
 
-def final_loss(task: Digits | Text, local_sgd: LocalSGDConfig | None, seed: int, rate: float) -> float:
+def final_loss(task: Digits | Text, way: Way, seed: int, rate: float) -> float:
     keras.utils.clear_session()
     keras.utils.set_random_seed(seed)
     model = task.model(rate)
+    local_sgd = way.config(task.steps)
     config = hvdtrain.TrainConfig(
         mode="sync" if local_sgd is None else "local",
         local_sgd=local_sgd or LocalSGDConfig(),
@@ -109,34 +175,56 @@ def final_loss(task: Digits | Text, local_sgd: LocalSGDConfig | None, seed: int,
         guards=hvdtrain.GuardConfig(check_every=0),
         logging=hvdtrain.LoggingConfig(log_every=task.steps),
     )
-    return hvdtrain.Trainer(model, Data(task.training, task.evaluation), config, reporter=None).fit()["eval"]["loss"]
+    callbacks = [SlowRank()] if way.has_slow_rank else []
+    data = Data(task.training, task.evaluation)
+    return hvdtrain.Trainer(model, data, config, callbacks=callbacks, reporter=None).fit()["eval"]["loss"]
+
+
+def difference(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    """The mean difference from sync mode with the same seeds, and half of its 95 % confidence interval."""
+    differences = [ours - other for ours, other in zip(losses, reference, strict=True)]
+    interval = T_OF_95_PERCENT[len(losses) - 1] * statistics.stdev(differences) / math.sqrt(len(losses))
+    return statistics.mean(differences), interval
+
+
+def cell(losses: Sequence[float], reference: Sequence[float]) -> str:
+    mean, interval = difference(losses, reference)
+    text = f"{statistics.mean(losses):.4f} ({2 * statistics.stdev(losses):.4f})"
+    return text if losses == reference else f"{text}, {mean:+.3f} ± {interval:.3f}"
+
+
+def print_table(losses: dict[str, dict[str, list[float]]]) -> None:
+    print("| | " + " | ".join(losses) + " |")
+    print("|---" * (len(losses) + 1) + "|")
+    for way in WAYS:
+        cells = [cell(found[way], found["sync"]) if way in found else "" for found in losses.values()]
+        print(f"| {way} | " + " | ".join(cells) + " |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="from 2 to 10")
     parser.add_argument("--rates", type=float, nargs="*", default=[1.0], help="factors of the learning rate")
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
-    parser.add_argument("--tasks", nargs="*", default=["digits", "text"])
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--table", action="store_true", help="only print the results that are there")
     arguments = parser.parse_args()
-    makers: dict[str, Callable[[], Digits | Text]] = {"digits": Digits, "text": Text}
-    results: dict[str, dict[str, list[float]]] = {}
+    path = Path(__file__).parent / "results" / "local_convergence.json"
+    # Those of other ways and tasks are kept.
+    results: dict[str, dict[str, list[float]]] = json.loads(path.read_text())["losses"] if path.exists() else {}
+    if arguments.table:
+        print_table(results)
+        return
     for name in arguments.tasks:
-        task = makers[name]()
-        results[name] = {}
-        for way, rate in itertools.product(arguments.ways, arguments.rates):
-            losses = [final_loss(task, WAYS[way](task.steps), seed, rate) for seed in range(arguments.seeds)]
-            if len(arguments.rates) > 1:
-                way = f"{way}, {rate:g}x the learning rate"
-            results[name][way] = losses
+        task = TASKS[name]()
+        for rate, way in itertools.product(arguments.rates, arguments.ways):
+            losses = [final_loss(task, WAYS[way], seed, rate) for seed in range(arguments.seeds)]
+            found = results.setdefault(name if rate == 1 else f"{name}, {rate:g}x the learning rate", {})
+            found[way] = losses
             if topology.rank == 0:
-                spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-                print(f"{name}: {way}: loss {statistics.mean(losses):.4f} ({spread:.4f})", flush=True)
-    if topology.rank == 0:
-        path = Path(__file__).parent / "results" / "local_convergence.json"
-        path.parent.mkdir(exist_ok=True)
-        facts = {"ranks": topology.size, "versions": versions.versions(), "losses": results}
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+                print(f"{name}: {way}, {rate:g}x: {cell(losses, found.get('sync', losses))}", flush=True)
+                facts = {"ranks": topology.size, "versions": versions.versions(), "losses": results}
+                path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -59,12 +59,13 @@ def within_host_s(size: float) -> float:
 
 
 @functools.cache
-def over_all_s(size: float, ranks: int, hierarchical: bool) -> float:
+def over_all_s(size: float, ranks: int, hierarchical: bool, between: Link = BETWEEN) -> float:
+    """An allreduce over all ranks; hierarchical: full hosts only."""
     if not hierarchical:
-        return ring_s(size, [WITHIN if rank % PER_HOST else BETWEEN for rank in range(ranks)])
+        return ring_s(size, [WITHIN if rank % PER_HOST or ranks <= PER_HOST else between for rank in range(ranks)])
     # A reduce-scatter and an all-gather within hosts take together as long as an allreduce. In between, each rank of a
     # host reduces its part with the other hosts' ranks of the same number, over an equal share of the link.
-    share = Link(BETWEEN.latency_s, BETWEEN.bits_per_second / PER_HOST)
+    share = Link(between.latency_s, between.bits_per_second / PER_HOST)
     return within_host_s(size) + ring_s(size / PER_HOST, [share] * (ranks // PER_HOST))
 
 

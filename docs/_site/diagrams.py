@@ -6,6 +6,7 @@ docs/results.md.
 
 import itertools
 import json
+import math
 import re
 import statistics
 import sys
@@ -282,6 +283,96 @@ def recovery() -> str:
     return drawing.svg(366)
 
 
+def modes() -> str:
+    """Which mode to use, for docs/modes.md."""
+    drawing = Drawing(
+        "Which mode when",
+        "If ranks must be equal after each step: sync mode; with --balance, if the same rank is always slower; with "
+        "--quorum, if changing ranks are delayed. If not, local SGD: with --overlap on a slow network; "
+        "with --fragments and --sync-dtype int4, if an average takes many steps; --wait-free, if ranks are slow. If "
+        "processes die: launch/run --elastic, or --restarts with --quorum and --fragments.",
+    )
+    width, gap = 178, 12
+    columns = (MARGIN, MARGIN + width + gap)
+    drawing.box(MARGIN, 46, RIGHT - MARGIN, 32, "Must ranks be equal after each step?", IDLE)
+    choices = (
+        (
+            "yes",
+            COMPUTE,
+            ("nothing", "sync mode"),
+            ("always the same rank", "--balance"),
+            ("now one, now another", "--quorum K"),
+        ),
+        (
+            "no: local SGD",
+            STORE,
+            ("the network", "--overlap"),
+            ("a network far away", "--overlap\n--fragments 4\n--sync-dtype int4"),
+            ("slow ranks", "--wait-free"),
+        ),
+    )
+    for left, (answer, color, *rows) in zip(columns, choices, strict=True):
+        center = left + width / 2
+        drawing.arrow((center, 78), (center, 96))
+        drawing.text(center, 113, answer, anchor="middle", bold=True)
+        drawing.text(center, 136, "What holds ranks up?", anchor="middle", color=MUTED)
+        for y, height, (reason, option) in zip((146, 216, 320), (36, 70, 36), rows, strict=True):
+            drawing.text(left + 6, y + 16, reason)
+            drawing.box(left, y + 24, width, height, option, color)
+    drawing.box(MARGIN, 394, RIGHT - MARGIN, 32, "Do processes die?", IDLE)
+    for left, launch, text in (
+        (columns[0], "launch/run --elastic", "all but --quorum\nand --fragments"),
+        (columns[1], "launch/run --restarts", "--quorum,\n--fragments"),
+    ):
+        drawing.arrow((left + width / 2, 426), (left + width / 2, 444))
+        drawing.box(left, 446, width, 30, launch, COMMUNICATE)
+        drawing.text(left + 6, 496, text)
+    return drawing.svg(528)
+
+
+def goodput() -> str:
+    """Goodput and number of ranks, for docs/modes.md."""
+    hours = 1000
+    lines = {
+        ("sync, restarts", "as built"): ("sync mode, --restarts", COMMUNICATE.line, False),
+        ("sync, elastic", "as built"): ("sync mode, --elastic", COMPUTE.line, False),
+        ("wait-free, elastic", "as built"): ("--wait-free, --elastic", STORE.line, False),
+        ("wait-free, elastic", "members change in 0.3 s"): ("… if members changed in 0.3 s", STORE.line, True),
+    }
+    rows = json.loads((ROOT / "benchmarks" / "results" / "simulated_goodput.json").read_text())
+    drawing = Drawing(
+        "Goodput, simulated",
+        "Useful samples of those that all ranks could compute alone, on 16 to 4,096 ranks. Each rank fails every "
+        f"{hours:,} hours.",
+    )
+    top, bottom, left, right = 66, 286, 52, RIGHT - 8
+    ranks = sorted({row["ranks"] for row in rows})
+
+    def place(count: int, share: float) -> tuple[float, float]:
+        across = math.log(count / ranks[0]) / math.log(ranks[-1] / ranks[0])
+        return left + across * (right - left), bottom - share * (bottom - top)
+
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        drawing.line((left, place(ranks[0], share)[1]), (right, place(ranks[0], share)[1]), color=IDLE.line, width=0.5)
+        drawing.text(left - 8, place(ranks[0], share)[1] + 5, f"{share:.0%}", anchor="end", color=MUTED)
+    for count in ranks:
+        drawing.text(place(count, 0)[0], bottom + 20, f"{count:,}", anchor="middle", color=MUTED)
+    drawing.text((left + right) / 2, bottom + 42, "ranks", anchor="middle", color=MUTED)
+    for number, ((way, changes), (label, color, dashed)) in enumerate(lines.items()):
+        found = {
+            row["ranks"]: statistics.mean(row["goodput"])
+            for row in rows
+            if (row["way"], row["setting"]) == (way, f"{row['ranks']} ranks, {changes}")
+            and row["rank_mtbf_hours"] == hours
+        }
+        drawing.line(*(place(count, found[count]) for count in ranks), color=color, width=2.5, dashed=dashed)
+        y = bottom + 66 + 22 * number
+        drawing.line((MARGIN, y), (MARGIN + 28, y), color=color, width=2.5, dashed=dashed)
+        drawing.text(MARGIN + 36, y + 5, label)
+    drawing.text(MARGIN, bottom + 164, f"Each rank fails every {hours:,} h on average.", color=MUTED)
+    return drawing.svg(bottom + 180)
+
+
 def measured_pause() -> str:
     """Seconds from SIGKILL to the end of the next step (benchmarks/elastic.py)."""
     return _result(r"from SIGKILL to the end of the next step ([\d.]+) s")
@@ -334,6 +425,8 @@ PICTURES: dict[str, Callable[[], str]] = {
     "checkpoint": checkpoint,
     "trainers": trainers,
     "recovery": recovery,
+    "modes": modes,
+    "goodput": goodput,
 }
 """By the name of the file."""
 

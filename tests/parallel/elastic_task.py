@@ -9,6 +9,8 @@ settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
 ``HVDTRAIN_TEST_UNEQUAL``, if set, makes a layer depend on the batch of its rank as soon as an event has happened.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
+``HVDTRAIN_TEST_SAMPLES`` names a folder, in which each process notes the samples of each step that it makes beside
+others; such steps take at least ``HVDTRAIN_TEST_STEP_S`` seconds. In local mode, callbacks do not see each step.
 """
 
 import json
@@ -65,6 +67,15 @@ def events_at(step: int, where: str) -> None:
             os.kill(os.getpid(), getattr(signal, name))
 
 
+def note_samples(samples: int) -> None:
+    folder = os.environ.get("HVDTRAIN_TEST_SAMPLES")
+    # A newcomer compiles its step by making one alone.
+    if folder and runtime.collectives().size > 1:
+        time.sleep(float(os.environ["HVDTRAIN_TEST_STEP_S"]))
+        with Path(folder, f"{os.getpid()}.txt").open("a") as file:
+            file.write(f"{samples}\n")
+
+
 def _with_events(owner: type, method: str, where: str) -> None:
     plain = getattr(owner, method)
     calls = []
@@ -92,14 +103,15 @@ class Events(layers.Layer):
         leaf = leaves_of(MODELS[0])[0]
         micro_batches = leaf._iterations.value
 
-        def happen(micro_batches):
+        def happen(micro_batches, samples):
+            note_samples(int(samples))
             # The step is that which is being made; in its last micro-batch.
             step, left = divmod(int(micro_batches) + 1, leaf.gradient_accumulation_steps or 1)
             if left == 0:
                 events_at(step, "within")
             return micro_batches
 
-        with tf.control_dependencies([tf.numpy_function(happen, [micro_batches], micro_batches.dtype)]):
+        with tf.control_dependencies([tf.numpy_function(happen, [micro_batches, tf.shape(x)[0]], micro_batches.dtype)]):
             return tf.identity(x)
 
 
