@@ -7,7 +7,6 @@ noted in a file with the time and the number of ranks; while its rank has not jo
 With ``connect`` and ``settle`` instead, the first number is how often this process has connected to other ranks, or
 settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
-``HVDTRAIN_TEST_UNEQUAL``, if set, makes a layer depend on the batch of its rank as soon as an event has happened.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 ``HVDTRAIN_TEST_SAMPLES`` names a folder, in which each process notes the samples of each step that it makes beside
 others; such steps take at least ``HVDTRAIN_TEST_STEP_S`` seconds. In local mode, callbacks do not see each step.
@@ -115,17 +114,6 @@ class Events(layers.Layer):
             return tf.identity(x)
 
 
-@keras.saving.register_keras_serializable()
-class UnequalAfterEvent(layers.Layer):
-    def call(self, x):
-        if "HVDTRAIN_TEST_UNEQUAL" not in os.environ:
-            return x
-        path = Path(f"{os.environ['HVDTRAIN_TEST_EVENTS']}.0")
-        share = tf.numpy_function(lambda: np.asarray(path.exists(), np.float64), [], tf.float64)
-        share = tf.ensure_shape(share, [])
-        return x - share * tf.stop_gradient(tf.reduce_mean(x, 0))
-
-
 class Observer(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         wait_for_ranks(int(self.model.optimizer.iterations) + 1)
@@ -157,7 +145,6 @@ def model(data: hvdtrain.data.Data) -> keras.Model:
             layers.Dense(32, activation="tanh"),
             layers.BatchNormalization(momentum=0.5, trainable="HVDTRAIN_TEST_BATCHNORM" in os.environ),
             Events(),
-            UnequalAfterEvent(),
             layers.Dense(10),
         ]
     )

@@ -173,16 +173,6 @@ def test_a_rank_that_is_lost_in_the_check_of_a_step(tmp_path):
     assert_equal_runs(tmp_path / "run", train_alone(tmp_path / "one", 60, batch_size=32))
 
 
-@pytest.mark.long
-def test_a_program_is_checked_again_after_a_change_of_ranks(tmp_path, monkeypatch):
-    """A layer that depends on other samples only after a rank was lost."""
-    monkeypatch.setenv("HVDTRAIN_TEST_UNEQUAL", "1")
-    job = ElasticJob("1:2", tmp_path, [[20, 1, "SIGKILL", "before"]], length=("--steps", "400"))
-    ended = end(job)
-    assert ended.code != 0, ended.output
-    assert "unequal_after_event' for a sample depends on the other samples" in ended.output
-
-
 ACCUMULATION = ["--gradient-accumulation-steps", "3", "--global-batch-size", "16", "--shares", "2,1,1"]
 UPDATE = ["--optimizer", "adamw", "--weight-decay", "0.01", "--ema", "0.9", "--clip-norm", "0.5"]
 

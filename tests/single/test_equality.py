@@ -195,14 +195,42 @@ def test_a_step_without_a_batch_of_a_rank_is_not_checked():
     assert [each.numpy().tolist() for each in check.batches] == [[3.0]]
 
 
-def test_other_ranks_are_checked_again():
+def test_other_ranks_are_checked_again_but_not_in_the_call_that_follows_a_change(monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.equality.scheduled_check._MAX_SHARE_OF_TIME", float("inf"))
     check = Counted()
     scheduled = scheduled_check(check, TwoRanks())
     checked_calls(scheduled, [tf.constant([1.0]), tf.constant([2.0])])
     scheduled.restart()
-    checked_calls(scheduled, [tf.constant([3.0]), tf.constant([4.0])])
-    assert [each.numpy().tolist() for each in check.batches] == [[1.0], [3.0]]
+    checked_calls(scheduled, [tf.constant([3.0 + call]) for call in range(17)])
+    assert [each.numpy().tolist() for each in check.batches] == [[1.0], [18.0]]
     assert check.num_restarts == 2
+
+
+def test_other_ranks_check_the_next_call_if_none_was_checked():
+    """As after a loss within the first check."""
+    check = Counted()
+    scheduled = scheduled_check(check, TwoRanks())
+    checked_calls(scheduled, [None])
+    scheduled.restart()
+    checked_calls(scheduled, [tf.constant([1.0]), tf.constant([2.0])])
+    assert [each.numpy().tolist() for each in check.batches] == [[1.0]]
+
+
+class Newcomer(TwoRanks):
+    """A rank that has checked nothing, beside rank 0, which has, as they compare first."""
+
+    has_compared = False
+
+    def allgather(self, value):
+        of_rank_0, self.has_compared = (value if self.has_compared else True), True
+        return [of_rank_0, value]
+
+
+def test_a_newcomer_checks_when_rank_0_does(monkeypatch):
+    monkeypatch.setattr("hvdtrain.training.equality.scheduled_check._MAX_SHARE_OF_TIME", float("inf"))
+    check = Counted()
+    checked_calls(scheduled_check(check, Newcomer()), [tf.constant([float(call)]) for call in range(17)])
+    assert [each.numpy().tolist() for each in check.batches] == [[15.0]]
 
 
 def test_a_rank_that_is_left_alone_is_not_checked():

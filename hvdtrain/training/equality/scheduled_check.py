@@ -52,16 +52,21 @@ class ScheduledCheck:
         self._on_unequal = on_unequal
         self._how_to_continue = how_to_continue
         self._report = report
+        self._last_check_s = 0.0
+        self._last_check_took_s = 0.0
+        self._has_checked = False
         self.restart()
 
     def restart(self) -> None:
-        """Begins again with the next call: other ranks train together, some of which have checked nothing."""
+        """Begins again with the next call: other ranks train together, some of which have checked nothing.
+
+        If rank 0 has checked a step with the ranks before, the first call is not checked: others would wait for it in
+        each change of ranks.
+        """
         self._check.restart()
         self._num_calls = 0
         self._is_due = False
         self._is_over = False
-        self._last_check_s = 0.0
-        self._last_check_took_s = 0.0
         self._num_checks = 0
         self._has_noted = False
 
@@ -75,8 +80,10 @@ class ScheduledCheck:
             self._batches.want()
 
     def _may_check(self) -> bool:
-        if self._num_calls == 1 or environment.only_checks():
+        if environment.only_checks():
             return True
+        if self._num_calls == 1:
+            return not self._collectives.allgather(self._has_checked)[0]
         is_power_of_two = self._num_calls & (self._num_calls - 1) == 0
         if self._num_calls < _FIRST_REPETITION or not is_power_of_two:
             return False
@@ -98,6 +105,7 @@ class ScheduledCheck:
         self._is_due = False
         finding = self._compare_orders() or self._check.run(batch)
         self._num_checks += 1
+        self._has_checked = True
         self._last_check_s = time.monotonic()
         self._last_check_took_s = self._last_check_s - begin_s
         self._act(finding)
