@@ -19,7 +19,6 @@ import time
 from pathlib import Path
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
 
