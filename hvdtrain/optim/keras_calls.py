@@ -45,6 +45,7 @@ from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.evaluated_values import with_values_over_ranks
 from hvdtrain.optim.lone_training import run_guarded
 from hvdtrain.optim.method_replacement import replace_method
+from hvdtrain.optim.only_checks import end_own_loop_if_only_checking
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
@@ -447,6 +448,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     def reduce_and_clip(gradients: list[Gradient]) -> list[Gradient]:
         pipeline, own = require_pipeline(optimizer), applied[-1]
         if pipeline.start is not None:
+            end_own_loop_if_only_checking(pipeline.reduce.collectives)
             known = [id(variable) for variable in keras_internals.TRAINABLE_VARIABLES.of(optimizer)]
             pipeline.start.require_same_gradients(
                 [known.index(id(variable)) for variable in own.variables], own.variables, pipeline.reduce.collectives
