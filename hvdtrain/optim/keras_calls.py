@@ -64,6 +64,7 @@ from hvdtrain.optim.pipeline import (
 from hvdtrain.optim.short_steps import with_line_about_short_steps
 from hvdtrain.optim.step_reduction import already_reduced
 from hvdtrain.optim.table_gradients import are_tables, require_no_norms_of_tables, require_usable_with_tables
+from hvdtrain.optim.unnamed_operations import tell_of_unnamed_operations
 from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
@@ -249,7 +250,9 @@ def run_train_step(
         tape_gradients.reduced_if_used(model, train_step, data, excluded_by),
         global_loss.losses_over_ranks(scope),
     ):
-        return train_step(data)
+        returned = train_step(data)
+    tell_of_unnamed_operations(pipeline.reduce.collectives)
+    return returned
 
 
 _apply_here = keras.optimizers.Optimizer.apply
