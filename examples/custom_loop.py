@@ -46,6 +46,8 @@ def train_step(images, labels):
     return value
 
 
+# (hvd) compares a step of all ranks with that of one process, and puts everything back
+hvdtrain.verify(lambda batch: train_step(*batch), next(iter(samples.batch(BATCH_SIZE))), model)
 for step, (images, labels) in enumerate(samples.batch(BATCH_SIZE).take(STEPS), start=1):
     value = train_step(images, labels)
     if step % 50 == 0 and topology.rank == 0:  # (hvd) only rank 0 prints

@@ -15,13 +15,14 @@ from hvdtrain.config import exclusions
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables
-from hvdtrain.distributed.runtime import Topology
+from hvdtrain.distributed.runtime import OnUnequal, Topology
 from hvdtrain.errors import HvdtrainError, StoppedEarly, UsageError
 from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch, join_elastic_job
 from hvdtrain.fault_tolerance.shutdown import end_job
 from hvdtrain.optim.distributed_optimizer import compression_memories
 from hvdtrain.optim.pipeline import in_scope, pipelines_of
 from hvdtrain.system import environment, versions
+from hvdtrain.training.equality.fit import restart_checks
 from hvdtrain.training.joining import Joining, MembershipChange, without_comparison
 
 _watch: ElasticWatch | None = None
@@ -37,7 +38,12 @@ class Ranks(NamedTuple):
 
 
 def init(
-    *, seed: int | None = None, threads: int | None = None, deterministic: bool = False, stall_timeout_s: float = 600.0
+    *,
+    seed: int | None = None,
+    threads: int | None = None,
+    deterministic: bool = False,
+    stall_timeout_s: float = 600.0,
+    on_unequal: OnUnequal = "stop",
 ) -> Topology:
     """Does what :func:`hvdtrain.init` does, also in a process of an elastic job. Call it first.
 
@@ -46,6 +52,7 @@ def init(
         threads: compute threads of this rank; None: a fair share of the host's cores.
         deterministic: make runs bit-identical, at the cost of speed.
         stall_timeout_s: how long a rank may be silent, or keep the others waiting, before it is removed; 0: forever.
+        on_unequal: as for :func:`hvdtrain.init`.
 
     Raises:
         SystemExit: the job has ended already, or has another program, arguments or versions; after a message.
@@ -53,18 +60,19 @@ def init(
     global _watch
     if environment.elastic_job() is not None and _watch is None:
         try:
-            _watch = join_elastic_job(_facts(deterministic, stall_timeout_s), stall_timeout_s)
+            _watch = join_elastic_job(_facts(deterministic, stall_timeout_s, on_unequal), stall_timeout_s)
         except HvdtrainError as error:
             end_job(error, None)
         atexit.register(_watch.close, ends_process=True)
-    return runtime.init(seed=seed, threads=threads, deterministic=deterministic)
+    return runtime.init(seed=seed, threads=threads, deterministic=deterministic, on_unequal=on_unequal)
 
 
-def _facts(deterministic: bool, stall_timeout_s: float) -> dict[str, Any]:
+def _facts(deterministic: bool, stall_timeout_s: float, on_unequal: OnUnequal) -> dict[str, Any]:
     program = Path(sys.argv[0])
     digest = hashlib.sha256(program.read_bytes()).hexdigest()[:12] if program.is_file() else ""
     facts = {"the program": digest, "its arguments": sys.argv[1:], "deterministic": deterministic}
-    return {**facts, "stall_timeout_s": stall_timeout_s, **versions.versions(), "hvdtrain": versions.code_digest()}
+    facts.update(stall_timeout_s=stall_timeout_s, on_unequal=on_unequal)
+    return {**facts, **versions.versions(), "hvdtrain": versions.code_digest()}
 
 
 class State:
@@ -169,6 +177,7 @@ class _JoinedState:
         _, self._state._num_commits = places[source]
 
     def resume(self, shared: Any) -> None:
+        restart_checks()
         vars(self._state).update(copy.deepcopy(shared))
         self._state._save()
 

@@ -71,6 +71,11 @@ def loss_scope() -> LossScope | None:
     return scope if scope is not None and scope.collectives.reduces else None
 
 
+def is_in_train_step() -> bool:
+    """Whether a model's ``train_step`` is being traced or run."""
+    return _scope.get() is not None
+
+
 def gradient_weight_of_step() -> tf.Tensor | None:
     """The weight by which this rank's gradients are multiplied later in the step that is traced; None: by none."""
     scope = _scope.get()

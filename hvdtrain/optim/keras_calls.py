@@ -46,6 +46,7 @@ from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.evaluated_values import with_values_over_ranks
 from hvdtrain.optim.lone_training import run_guarded
 from hvdtrain.optim.method_replacement import replace_method
+from hvdtrain.optim.only_checks import end_own_loop_if_only_checking
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
@@ -64,6 +65,7 @@ from hvdtrain.optim.pipeline import (
 from hvdtrain.optim.short_steps import with_line_about_short_steps
 from hvdtrain.optim.step_reduction import already_reduced
 from hvdtrain.optim.table_gradients import are_tables, require_no_norms_of_tables, require_usable_with_tables
+from hvdtrain.optim.unnamed_operations import tell_of_unnamed_operations
 from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
@@ -264,7 +266,9 @@ def run_train_step(
         tape_gradients.reduced_if_used(model, train_step, data, excluded_by),
         global_loss.losses_over_ranks(scope),
     ):
-        return train_step(data)
+        returned = train_step(data)
+    tell_of_unnamed_operations(pipeline.reduce.collectives)
+    return returned
 
 
 _apply_here = keras.optimizers.Optimizer.apply
@@ -463,6 +467,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     def reduce_and_clip(gradients: list[Gradient]) -> list[Gradient]:
         pipeline, own = require_pipeline(optimizer), applied[-1]
         if pipeline.start is not None:
+            end_own_loop_if_only_checking(pipeline.reduce.collectives)
             known = [id(variable) for variable in keras_internals.TRAINABLE_VARIABLES.of(optimizer)]
             pipeline.start.require_same_gradients(
                 [known.index(id(variable)) for variable in own.variables], own.variables, pipeline.reduce.collectives

@@ -11,6 +11,7 @@ from hvdtrain.distributed.replica_consistency import global_stream, own_random_s
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.fault_tolerance.elastic.coordinator_link import CoordinatorLink
 from hvdtrain.fault_tolerance.shutdown import is_secondary
+from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.optim.pipeline import GradientPipeline
 
 _MAX_ATTEMPTS = 20
@@ -136,6 +137,7 @@ class Joining:
         self._has_state = is_source or state.keeps_own(places, collectives.rank, source)
         state.take_over(places, source, shared)
         self.is_newcomer, self._has_state = False, True
+        end_checks()
         state.resume(shared)
 
 

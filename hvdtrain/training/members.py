@@ -11,7 +11,6 @@ from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.elastic.elastic_watch import ElasticWatch
 from hvdtrain.fault_tolerance.job_watch import JobWatch
-from hvdtrain.optim.global_loss import end_checks
 from hvdtrain.training.joining import Joining, MembershipChange, without_comparison
 from hvdtrain.training.parts import StepParts
 from hvdtrain.training.state import RunState
@@ -132,7 +131,6 @@ class _TrainerState:
         """Divides the samples among these ranks."""
         self._is_newcomer = False
         state, *_ = shared
-        end_checks()
         self.parts.restart_with(self._state.plan_of_ranks(state))
 
 

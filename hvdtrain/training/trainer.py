@@ -22,6 +22,7 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
+from hvdtrain.optim.only_checks import end_if_only_checking
 from hvdtrain.optim.rank_policy import PASS_ALL_CALLBACKS
 from hvdtrain.system import processes
 from hvdtrain.training.activations import Activations
@@ -30,7 +31,7 @@ from hvdtrain.training.callbacks import RankCallbacks
 from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import TrainConfig
 from hvdtrain.training.equality.model_check import check_of_model
-from hvdtrain.training.equality.scheduled_check import ScheduledCheck, end_if_only_checking
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck
 from hvdtrain.training.evaluation import evaluate
 from hvdtrain.training.evaluator import Evaluator
 from hvdtrain.training.gradient_record import make_record

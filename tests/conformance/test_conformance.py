@@ -7,7 +7,7 @@ pytestmark = pytest.mark.slow
 
 NUM_CASES, NUM_QUICK_CASES = 1015, 22
 NUM_BROKEN, NUM_QUICK_BROKEN = 76, 12
-NUM_CHECKED, NUM_QUICK_CHECKED = 546, 7
+NUM_CHECKED, NUM_QUICK_CHECKED = 544, 7
 
 
 def test_programs_on_two_ranks(tmp_path):
@@ -36,7 +36,7 @@ def test_the_check_of_programs_on_two_ranks(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_check_of_all_programs(ranks, tmp_path):
     more = ["-m", "long or not long"]
     run_cases("checked_programs", *more, ranks=ranks, minimum=NUM_CHECKED, folder=tmp_path, timeout_s=7200)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from launcher import ROOT
+from launcher import LONG, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -55,4 +55,38 @@ def test_a_program_of_which_nothing_is_compared(tmp_path):
     done = check(tmp_path, "'mse'", ("optimizers.Adam())", "optimizers.Adam(), op='adasum')"))
     assert done.returncode != 0
     assert "the training step cannot be compared with that of one process: op='adasum' makes other" in done.stderr
+    assert "after all epochs" not in done.stdout
+
+
+OWN_LOOP = """
+def step(batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+        loss = tf.nn.compute_average_loss((model(x, training=True) - y) ** 2, global_batch_size=16)
+    model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+VERIFY
+tf.function(step)((x[:8], y[:8]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("verify", "is_equal", "message"),
+    [
+        ("", False, "it is made by a loop of the program's own. Call hvdtrain.verify(step, batch, model)"),
+        LONG("hvdtrain.verify(step, (x[:8], y[:8]), model)", False, "it is divided by a constant"),
+        LONG(
+            "hvdtrain.verify(model.train_step, (x[:8], y[:8]), model)",
+            True,
+            "the step is that of one process. Compared: 4 gradients",
+        ),
+    ],
+    ids=["without", "unequal", "equal"],
+)
+def test_a_loop_of_its_own(verify, is_equal, message, tmp_path):
+    loop = OWN_LOOP.replace("VERIFY", verify)
+    line = "model.fit(x, y, batch_size=8, epochs=9, verbose=0)"
+    done = check(tmp_path, "'mse'", (line, loop), ("import keras\n", "import keras\nimport tensorflow as tf\n"))
+    assert (done.returncode == 0) == is_equal, done.stderr
+    assert message in done.stderr
     assert "after all epochs" not in done.stdout

@@ -435,6 +435,38 @@ def test_a_loop_of_ones_own_continues(tmp_path):
         assert (ours["used"] == 30).all()
 
 
+def _fit(folder: Path, *what: str, members: str = "1:2") -> tuple[Finished, list[str]]:
+    """Runs model.fit in an elastic loop; returns how it ended, and what its checks have found."""
+    folder.mkdir()
+    program = [sys.executable, str(TESTS / "elastic_fit.py"), str(folder), *what]
+    ended = end(Job([sys.executable, "-m", "hvdtrain", "elastic", members, *program], ranks=0, launcher=""))
+    checks = folder / "checks"
+    return ended, checks.read_text().splitlines() if checks.exists() else []
+
+
+def test_model_fit_in_a_loop_is_checked_and_continues_when_ranks_change(tmp_path):
+    one, checks = _fit(tmp_path / "one", members="1:1")
+    assert (one.code, checks) == (0, []), one.output
+    ours, checks = _fit(tmp_path / "ours", "lost")
+    assert ours.code == 0, ours.output
+    assert ours.output.count("hvdtrain elastic: lost rank") == 1, ours.output
+    assert "2 rank(s), 1 of them new" in ours.output
+    assert set(checks) == {"2 equal"}
+    with np.load(tmp_path / "one" / "weights.npz") as expected, np.load(tmp_path / "ours" / "weights.npz") as found:
+        assert expected.files == found.files
+        for name in expected.files:
+            assert np.allclose(found[name], expected[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.long
+def test_model_fit_in_a_loop_that_is_not_that_of_one_process_ends(tmp_path):
+    ended, checks = _fit(tmp_path / "unequal", "unequal")
+    assert ended.code == 64, ended.output
+    assert len(checks) == 1
+    assert "the output of layer 'sequential/centred_over_the_batch'" in checks[0]
+    assert "hvdtrain.elastic.init(on_unequal='warn')" in ended.output
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -253,7 +253,7 @@ def sequences(rows):
     ],
     ids=["LSTM", "backwards", "unrolled", "dropout"],
 )
-def test_ways_to_make_a_step_share_compiled_loops(layer, is_shared):
+def test_ways_to_make_a_step_share_compiled_time_steps(layer, is_shared):
     own, calls = keras.layers.RNN.inner_loop, []
 
     def noted(self, *arguments, **named):
@@ -275,6 +275,38 @@ def test_ways_to_make_a_step_share_compiled_loops(layer, is_shared):
             assert calls == [False] * (1 if is_shared else 2)
     finally:
         restore()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        keras.layers.LSTM(4, return_sequences=True, return_state=True),
+        keras.layers.LSTM(4, go_backwards=True, return_sequences=True),
+        keras.layers.GRU(4, zero_output_for_mask=True, return_sequences=True, return_state=True),
+        keras.layers.GRU(4),
+        keras.layers.RNN([keras.layers.LSTMCell(4), keras.layers.SimpleRNNCell(3)], return_sequences=True),
+        keras.layers.Bidirectional(keras.layers.SimpleRNN(4)),
+    ],
+    ids=["states", "backwards", "zeros", "last", "stacked", "bidirectional"],
+)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_compiled_time_steps_are_a_recurrent_layer(layer, is_masked):
+    x = tf.constant(sequences(3))
+    is_valid = np.array([[1, 0, 1, 1, 0, 0, 1], [0, 0, 1, 1, 1, 1, 0], [1] * 7])
+    mask = tf.constant(is_valid == 1) if is_masked else None
+
+    def outputs_and_gradients():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            outputs = tf.nest.flatten(layer(x, mask=mask))
+            loss = tf.add_n([tf.reduce_sum(tf.sin(each + i)) for i, each in enumerate(outputs)])
+        return [*outputs, *tape.gradient(loss, [x, *layer.trainable_variables])]
+
+    expected = outputs_and_gradients()
+    with compiled_recurrence():
+        found = outputs_and_gradients()
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

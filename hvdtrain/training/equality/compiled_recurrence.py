@@ -1,7 +1,8 @@
-"""Recurrent layers compile their loops over time steps, while everything else in a check runs eagerly.
+"""Recurrent layers compile what they do in a time step, while everything else in a check runs eagerly.
 
-Of a sequence, an eager loop makes thousands of operations. All ways to make a step share a compiled loop. What happens
-in a time step is not looked at: the output of the layer is compared.
+Of a sequence, an eager loop makes thousands of operations, and to compile a whole loop and its gradient takes longer
+than all else of a check. All ways to make a step share a compiled time step. What happens in it is not looked at: the
+output of the layer is compared.
 """
 
 import contextvars
@@ -15,7 +16,8 @@ import tensorflow as tf
 from hvdtrain.optim.global_loss import losses_over_ranks
 from hvdtrain.optim.method_replacement import replace_method
 
-Loop = Callable[..., Any]
+TimeStep = Callable[..., list[tf.Tensor]]
+"""Receives inputs, a mask or None, and states; returns the output and the states."""
 
 _is_compiling: contextvars.ContextVar[bool] = contextvars.ContextVar("hvdtrain_compiled_recurrence", default=False)
 
@@ -39,33 +41,39 @@ def require_eager() -> None:
 
 @contextmanager
 def compiled_recurrence() -> Iterator[None]:
-    """In the block, recurrent layers that are called eagerly compile their loops."""
+    """In the block, recurrent layers that are called eagerly compile their time steps."""
     own = keras.layers.RNN.inner_loop
-    loops: dict[Any, Loop | None] = {}
+    compiled: dict[Any, TimeStep | None] = {}
 
     def inner_loop(layer: Any, sequences: Any, initial_state: Any, mask: Any, training: Any = False) -> Any:
-        arguments = sequences, initial_state, mask
+        def loop_of_keras() -> Any:
+            return own(layer, sequences, initial_state, mask, training=training)
+
+        def time_step(inputs: Any, mask: Any, states: Any) -> list[Any]:
+            states = tf.nest.pack_sequence_as(initial_state, states)
+            output, _, states = own(layer, inputs, states, mask, training=training)
+            return [output, *tf.nest.flatten(states)]
+
         if not tf.executing_eagerly() or tf.is_tensor(training):
-            return own(layer, *arguments, training=training)
-        flat = tf.nest.flatten(arguments)
-        specs = [None if each is None else tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in flat]
-        key = layer, training, tuple(specs)
-        if key in loops:
-            loop = loops[key]
-            return own(layer, *arguments, training=training) if loop is None else loop(flat)
-
-        def run(tensors: list[Any]) -> Any:
-            return own(layer, *tf.nest.pack_sequence_as(arguments, tensors), training=training)
-
+            return loop_of_keras()
+        inputs = [
+            tf.TensorSpec([None, 1, *each.shape[2:]], each.dtype) for each in (sequences, mask) if each is not None
+        ]
+        states = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in tf.nest.flatten(initial_state)]
+        key = layer, training, *inputs, *states
+        if key in compiled:
+            step = compiled[key]
+            return loop_of_keras() if step is None else _loop(layer, step, sequences, initial_state, mask)
         try:
-            loop, is_function = _compiled(run, specs)
-            outputs = loop(flat)
+            with _unrolled(layer):
+                step, is_function = _compiled(time_step, inputs, states)
+            result = _loop(layer, step, sequences, initial_state, mask)
         except Exception:  # Whatever is wrong with it is so eagerly, too.
-            loops[key] = None
-            return own(layer, *arguments, training=training)
+            compiled[key] = None
+            return loop_of_keras()
         if is_function:
-            loops[key] = loop
-        return outputs
+            compiled[key] = step
+        return result
 
     restore = replace_method(keras.layers.RNN, "inner_loop", inner_loop)
     try:
@@ -74,17 +82,42 @@ def compiled_recurrence() -> Iterator[None]:
         restore()
 
 
-def _compiled(run: Callable[[list[Any]], Any], specs: list[tf.TensorSpec | None]) -> tuple[Loop, bool]:
-    """A compiled loop, and whether it is a function of its arguments and of variables only."""
-    places = [i for i, spec in enumerate(specs) if spec is not None]
+@contextmanager
+def _unrolled(layer: Any) -> Iterator[None]:
+    """In the block, a layer makes its one time step without a loop."""
+    before, layer.unroll = layer.unroll, True
+    try:
+        yield
+    finally:
+        layer.unroll = before
 
-    def with_all(*tensors: tf.Tensor) -> Any:
-        flat: list[Any] = [None] * len(specs)
-        for place, tensor in zip(places, tensors, strict=True):
-            flat[place] = tensor
-        return run(flat)
 
-    function = tf.function(with_all, input_signature=[specs[place] for place in places], autograph=False)
+def _loop(layer: Any, step: TimeStep, sequences: tf.Tensor, initial_state: Any, mask: tf.Tensor | None) -> Any:
+    """What a recurrent layer's ``inner_loop`` returns."""
+    num_steps = sequences.shape[1]
+    inputs = tf.split(sequences, num_steps, axis=1)
+    masks = [None] * num_steps if mask is None else tf.split(mask, num_steps, axis=1)
+    states = tf.nest.flatten(initial_state)
+    outputs: list[tf.Tensor] = []
+    for i in reversed(range(num_steps)) if layer.go_backwards else range(num_steps):
+        output, *states = step(inputs[i], masks[i], states)
+        if outputs and masks[i] is not None and not layer.zero_output_for_mask:
+            is_valid = tf.reshape(masks[i], [-1] + [1] * (len(output.shape) - 1))
+            output = tf.where(tf.cast(is_valid, tf.bool), output, outputs[-1])
+        outputs.append(output)
+    sequence = tf.stack(outputs if layer.return_sequences else outputs[-1:], axis=1)
+    structure = initial_state if tf.nest.is_nested(initial_state) else [initial_state]
+    return outputs[-1], sequence, tf.nest.pack_sequence_as(structure, states)
+
+
+def _compiled(time_step: TimeStep, inputs: list[tf.TensorSpec], states: list[tf.TensorSpec]) -> tuple[TimeStep, bool]:
+    """A compiled time step, and whether it is a function of its arguments and of variables only."""
+
+    def of_tensors(*tensors: tf.Tensor) -> list[tf.Tensor]:
+        own, mask = (*tensors[: len(inputs)], None)[:2]
+        return time_step(own, mask, tensors[len(inputs) :])
+
+    function = tf.function(of_tensors, input_signature=[*inputs, *states], autograph=False)
     token = _is_compiling.set(True)
     runs_eagerly = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(False)
@@ -94,5 +127,8 @@ def _compiled(run: Callable[[list[Any]], Any], specs: list[tf.TensorSpec | None]
     finally:
         tf.config.run_functions_eagerly(runs_eagerly)
         _is_compiling.reset(token)
-    is_function = all(each.dtype == tf.resource for each in concrete.captured_inputs)
-    return lambda flat: concrete(*(flat[place] for place in places)), is_function
+
+    def step(own: tf.Tensor, mask: tf.Tensor | None, states: list[tf.Tensor]) -> list[tf.Tensor]:
+        return concrete(own, *([] if mask is None else [mask]), *states)
+
+    return step, all(each.dtype == tf.resource for each in concrete.captured_inputs)

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,13 @@ from hvdtrain.training.equality.model_check import check_of_model
 from hvdtrain.training.equality.scheduled_check import ScheduledCheck
 
 _make_train_function_here = keras.Model.make_train_function
+_checks: weakref.WeakSet[ScheduledCheck] = weakref.WeakSet()
+
+
+def restart_checks() -> None:
+    """Begins the checks of all models again: other ranks train together, some of which have checked nothing."""
+    for check in _checks:
+        check.restart()
 
 
 def _make_checked_train_function(self: Any, force: bool = False) -> None:
@@ -23,18 +31,17 @@ def _make_checked_train_function(self: Any, force: bool = False) -> None:
         return
     _, pipeline = pipelines[0]
     ranks, on_unequal = pipeline.reduce.collectives, runtime.on_unequal()
-    if ranks.may_change:
-        return
     check = check_of_model(
         self,
         pipeline.batches,
         ranks,
         on_unequal=on_unequal,
-        how_to_continue="call hvdtrain.init(on_unequal='warn')",
+        how_to_continue=f"call hvdtrain.{'elastic.' if ranks.may_change else ''}init(on_unequal='warn')",
         report=_print,
         weighs_micro_batches=False,
     )
     if check is not None:
+        _checks.add(check)
         self.train_function = _checking(check, self.train_function)
 
 

@@ -11,8 +11,9 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.keras_calls import run_weighted_train_step
+from hvdtrain.optim.only_checks import end_if_only_checking
 from hvdtrain.optim.pipeline import pipelines_of
-from hvdtrain.training.equality.scheduled_check import ScheduledCheck, end_if_only_checking
+from hvdtrain.training.equality.scheduled_check import ScheduledCheck
 from hvdtrain.training.equality.step_check import StepCheck
 from hvdtrain.training.losses import sums_over_batch
 

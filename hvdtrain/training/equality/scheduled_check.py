@@ -1,6 +1,5 @@
 """When steps are checked: after the first one, and again at growing distances, for differences that appear late."""
 
-import sys
 import time
 from collections.abc import Callable
 
@@ -9,6 +8,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.kept_batch import KeptBatch
+from hvdtrain.optim.only_checks import UNCHECKED, print_on_rank_0
 from hvdtrain.system import environment
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
@@ -17,7 +17,6 @@ _OTHER_ORDER = (
     "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle what "
     "hvdtrain.shard returns"
 )
-_UNCHECKED = "the training step cannot be compared with that of one process: {}"
 _MAX_SHARE_OF_TIME = 0.005
 _NUM_ONLY_CHECKED = 3
 """Steps that ``hvdtrain check`` compares."""
@@ -122,7 +121,7 @@ class ScheduledCheck:
     def _act(self, finding: Finding) -> None:
         if finding.unchecked is not None:
             self._is_over = True
-            self._tell(_UNCHECKED.format(finding.unchecked))
+            self._tell(UNCHECKED.format(finding.unchecked))
         if finding.noted is not None and not self._has_noted:
             self._has_noted = True
             self._tell(finding.noted)
@@ -139,22 +138,10 @@ class ScheduledCheck:
     def _end_after_checks(self, finding: Finding) -> None:
         if finding.unequal is None and finding.unchecked is None:
             text = f"step {self._num_calls} is that of one process. Compared: {finding.summary}"
-            _print(f"{text}.", self._collectives)
+            print_on_rank_0(f"{text}.", self._collectives)
         if finding.unchecked is not None or (finding.unequal is None and self._num_checks == _NUM_ONLY_CHECKED):
             raise EndOfCheckedSteps(0 if finding.unchecked is None else UnequalError.exit_code)
 
     def _tell(self, text: str) -> None:
         if self._collectives.rank == 0:
             self._report(text)
-
-
-def end_if_only_checking(reason: str, collectives: Collectives) -> None:
-    """Under ``hvdtrain check``, ends a program whose steps are not compared, on all ranks."""
-    if environment.only_checks():
-        _print(_UNCHECKED.format(reason), collectives)
-        raise EndOfCheckedSteps(UnequalError.exit_code)
-
-
-def _print(text: str, collectives: Collectives) -> None:
-    if collectives.rank == 0:
-        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)

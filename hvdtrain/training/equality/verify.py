@@ -8,7 +8,9 @@ import keras
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import require_keras_model
-from hvdtrain.errors import UnequalError
+from hvdtrain.errors import EndOfCheckedSteps, UnequalError
+from hvdtrain.optim.only_checks import end_if_only_checking, print_on_rank_0
+from hvdtrain.system import environment
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
 
@@ -19,7 +21,8 @@ def verify(
 
     The ranks make the step together, each with a part of its batch, and then one process makes it with all parts.
     Gradients, variables, metrics and returned values are compared. Then everything is put back: it is as if no step
-    was made. Call it once, before the loop or in it; ``model.fit`` and ``hvdtrain.Trainer`` check by themselves.
+    was made. Call it once, before the loop; ``hvdtrain check`` ends the program with it. ``model.fit`` and
+    ``hvdtrain.Trainer`` check by themselves.
 
     Args:
         step: makes a training step of a batch. It may be a ``tf.function``; here it runs eagerly. What it returns is
@@ -41,4 +44,9 @@ def verify(
     finding = StepCheck(step, model, collectives).run(batch)
     if finding.unequal is not None:
         raise UnequalError(f"{finding.unequal}.")
+    if finding.unchecked is not None:
+        end_if_only_checking(finding.unchecked, collectives)
+    elif environment.only_checks():
+        print_on_rank_0(f"the step is that of one process. Compared: {finding.summary}.", collectives)
+        raise EndOfCheckedSteps(0)
     return finding

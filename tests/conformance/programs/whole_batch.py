@@ -70,7 +70,7 @@ class BalancedExperts(layers.Layer):
 
     def call(self, x):
         shares = self.gate(x)
-        everyone = hvdtrain.gather(shares)
+        everyone = ops.cast(hvdtrain.gather(shares), "float32")
         chosen = ops.mean(ops.one_hot(ops.argmax(everyone, axis=-1), 3), axis=0)
         self.add_loss(3 * ops.sum(chosen * ops.mean(everyone, axis=0)))
         return sum(shares[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
