@@ -16,6 +16,7 @@ from hvdtrain.config import exclusions
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients
 from hvdtrain.distributed.horovod import HorovodCollectives
+from hvdtrain.distributed.local_rendezvous import local_rendezvous
 from hvdtrain.system import environment
 from hvdtrain.system.launcher import Launcher
 
@@ -38,7 +39,7 @@ class ElasticCollectives(HorovodCollectives):
         self._sockets: set[_Socket] = set()
         self._sockets_before: set[_Socket] | None = None
         """While the ranks connect: the sockets that are not theirs."""
-        with self._noting_sockets():
+        with _asking_once(), self._noting_sockets():
             super().__init__(launcher)
 
     @property
@@ -59,7 +60,7 @@ class ElasticCollectives(HorovodCollectives):
         self.leave()
         environment.set_place(place, interface, rendezvous)
         environment.set_gloo_timeout_of_restarts(place["size"])
-        with self._noting_sockets():
+        with _asking_once(), self._noting_sockets():
             self._hvd.init()
 
     @contextlib.contextmanager
@@ -117,6 +118,21 @@ class ElasticCollectives(HorovodCollectives):
 
     def _own_rank(self) -> tf.Tensor:
         return self._hvd.rank_op()
+
+
+@contextlib.contextmanager
+def _asking_once() -> Iterator[None]:
+    """In the block, Horovod asks this process for the other ranks' addresses, which asks the rendezvous once."""
+    rendezvous = environment.rendezvous()
+    if rendezvous is None:
+        yield
+        return
+    with local_rendezvous(environment.place(), rendezvous) as local:
+        environment.set_rendezvous(local)
+        try:
+            yield
+        finally:
+            environment.set_rendezvous(rendezvous)
 
 
 class _Socket(NamedTuple):

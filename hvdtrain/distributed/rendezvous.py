@@ -1,64 +1,81 @@
 """Where the ranks of a job over Gloo find each other's addresses. Does not import TensorFlow."""
 
 import threading
+from collections import defaultdict
 
-_WAIT_S = 0.5
+from hvdtrain.distributed.key_value_server import KeyValueServer
+
+_WAIT_S = 5.0
+_NAME = "rank_"
 
 
-class Rendezvous:
-    """Horovod's key-value store, served by this process: it listens at once, and answers from :meth:`start` on.
+class Rendezvous(KeyValueServer):
+    """Holds what all ranks put, and answers each rank twice: with all names, and with the addresses for this rank.
+
+    A scope is a group of ranks. In it, Horovod's rank r puts the name of its host as ``rank_r``, and as ``r`` the
+    addresses of its connections to each other rank, all of the same length, in the order of ranks. A rank asks for
+    ``names-SIZE`` and ``addresses-RANK-SIZE``; see :class:`~hvdtrain.distributed.local_rendezvous.LocalRendezvous`.
 
     Args:
         host: the address to listen on.
     """
 
     def __init__(self, host: str):
-        from horovod.runner.http import http_server  # not above: most processes need none
-
-        changed = self._changed = threading.Condition()
-        is_over = self._is_over = threading.Event()
-
-        class Handler(http_server.RendezvousHandler):
-            def _get_value(self, scope: str, key: str) -> bytes | None:
-                # Ranks that wait ask every 10 ms, which keeps this process busy if there are many of them.
-                with changed:
-                    changed.wait_for(lambda: is_over.is_set() or key in self.server.cache.get(scope, {}), _WAIT_S)
-                return b"" if is_over.is_set() else super()._get_value(scope, key)
-
-            def _put_value(self, scope: str, key: str, value: bytes) -> None:
-                super()._put_value(scope, key, value)
-                with changed:
-                    changed.notify_all()
-
-        class Server(http_server.RendezvousHTTPServer):
-            # All ranks connect at the same time; those that find the queue full (5 by default) wait for a second.
-            request_queue_size = 1024
-            # A rank that has died may have left a request half sent.
-            daemon_threads, block_on_close = True, False
-
-        self._server = Server((host, 0), Handler, 0)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-
-    def start(self) -> None:
-        """Starts to answer requests, including those already received."""
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
+        super().__init__(host, self._get, self._put)
+        self._values: dict[str, dict[str, bytes]] = defaultdict(dict)
+        self._numbers: dict[tuple[str, bool], int] = defaultdict(int)
+        """How many names, and how many ranks' addresses, a scope has."""
+        # Waking all ranks for each value would keep this process busy if there are many of them.
+        self._complete: dict[tuple[str, bool, int], threading.Event] = {}
+        self._lock = threading.Lock()
+        self._is_over = False
 
     def fail(self) -> None:
         """Makes the start of ranks that still wait for others fail at once.
 
         Horovod would retry a closed server for another 1.5 s; an empty answer, which is not an address, ends the start.
         """
-        self._is_over.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self._is_over = True
+            for each in self._complete.values():
+                each.set()
 
     def close(self) -> None:
-        """Stops serving."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
+        """Stops serving; ranks that wait are released."""
+        self.fail()
+        super().close()
+
+    def _put(self, scope: str, key: str, value: bytes) -> None:
+        with self._lock:
+            kind = scope, key.startswith(_NAME)
+            self._numbers[kind] += key not in self._values[scope]
+            self._values[scope][key] = value
+            if (complete := self._complete.get((*kind, self._numbers[kind]))) is not None:
+                complete.set()
+
+    def _get(self, scope: str, key: str) -> bytes | None:
+        what, *numbers = key.split("-")
+        if what not in ("names", "addresses") or not all(each.isdecimal() for each in numbers) or not numbers:
+            return None
+        rank, size = int(numbers[0]), int(numbers[-1])
+        kind = scope, what == "names"
+        with self._lock:
+            complete = self._complete.setdefault((*kind, size), threading.Event())
+            if self._is_over or self._numbers[kind] >= size:
+                complete.set()
+        if not complete.wait(_WAIT_S):
+            return None
+        with self._lock:
+            values = dict(self._values[scope])
+        if self._is_over:
+            return b""
+        if what == "names":
+            return b"\n".join(values[f"{_NAME}{each}"] for each in range(size))
+        return b"".join(_address(values[str(each)], each, rank, size) for each in range(size))
+
+
+def _address(addresses: bytes, of: int, to: int, size: int) -> bytes:
+    """The address of one rank's connection to another; zeros for that to itself."""
+    length = len(addresses) // (size - 1)
+    place = to if to < of else to - 1
+    return bytes(length) if of == to else addresses[place * length : (place + 1) * length]

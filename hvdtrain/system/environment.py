@@ -200,9 +200,27 @@ def set_place(place: Mapping[str, int], interface: str, rendezvous: tuple[str, i
     os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
     variables = {name.upper(): str(value) for name, value in place.items()}
     variables |= {"HOSTNAME": socket.gethostname(), "CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo"}
-    if rendezvous is not None:
-        variables |= {"GLOO_RENDEZVOUS_ADDR": rendezvous[0], "GLOO_RENDEZVOUS_PORT": str(rendezvous[1])}
     os.environ.update({f"HOROVOD_{name}": value for name, value in variables.items()})
+    if rendezvous is not None:
+        set_rendezvous(rendezvous)
+
+
+def place() -> dict[str, int]:
+    """What :func:`set_place` has set."""
+    names = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    return {name: int(os.environ[f"HOROVOD_{name.upper()}"]) for name in names}
+
+
+def set_rendezvous(rendezvous: tuple[str, int]) -> None:
+    """Sets the address and port at which Horovod asks for the addresses of the other ranks."""
+    os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous[0]
+    os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous[1])
+
+
+def rendezvous() -> tuple[str, int] | None:
+    """That address and port; None if this process is the only rank."""
+    address = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    return None if address is None else (address, int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
 
 
 def choose_settings_for_restarts(*, deterministic: bool) -> None:

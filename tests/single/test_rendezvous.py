@@ -1,5 +1,6 @@
 """The rendezvous of an elastic job, where ranks exchange their addresses."""
 
+import http.client
 import socket
 import subprocess
 import sys
@@ -11,28 +12,134 @@ import urllib.request
 import psutil
 import pytest
 
+from hvdtrain.distributed.local_rendezvous import local_rendezvous
 from hvdtrain.distributed.rendezvous import Rendezvous
 from hvdtrain.system import processes
 
+SIZE, ADDRESS_BYTES = 5, 8
 
-def test_a_rendezvous_answers_when_there_is_an_answer(monkeypatch):
-    monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 60.0)
+
+def place_of(rank: int) -> dict[str, int]:
+    """All ranks are on one host."""
+    own = {f"{which}{name}": value for which in ("", "local_") for name, value in (("rank", rank), ("size", SIZE))}
+    return {**own, "cross_rank": 0, "cross_size": 1}
+
+
+def request(address: tuple[str, int], method: str, path: str, value: bytes | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(*address, timeout=20)
+    connection.request(method, f"/{path}", value)
+    response = connection.getresponse()
+    connection.close()
+    return response.status, response.read()
+
+
+def address(of: int, to: int, scope: str = "global_") -> bytes:
+    return f"{scope[0]}{of:03}{to:03}".encode().ljust(ADDRESS_BYTES)
+
+
+def connect(rank: int, rendezvous: tuple[str, int], scope: str = "global_") -> tuple[list[bytes], list[bytes]]:
+    """Asks as Horovod does; returns the names and the addresses that a rank finds."""
+    with local_rendezvous(place_of(rank), rendezvous) as local:
+        request(local, "PUT", f"{scope}/rank_{rank}", f"host of {rank}".encode())
+        names = [request(local, "GET", f"{scope}/rank_{other}")[1] for other in range(rank)]
+        others = [other for other in range(SIZE) if other != rank]
+        request(local, "PUT", f"{scope}/{rank}", b"".join(address(rank, other, scope) for other in others))
+        addresses = []
+        for other in others:
+            while (found := request(local, "GET", f"{scope}/{other}"))[0] == 404:
+                pass
+            assert found == request(local, "GET", f"{scope}/{other}")
+            place = rank - 1 if rank > other else rank
+            addresses.append(found[1][place * ADDRESS_BYTES : (place + 1) * ADDRESS_BYTES])
+            assert len(found[1]) == ADDRESS_BYTES * (SIZE - 1)
+        assert request(local, "DELETE", f"{scope}/{rank}")[0] == 200
+    return names, addresses
+
+
+@pytest.fixture
+def rendezvous():
+    found = Rendezvous("127.0.0.1")
+    found.start()
+    yield found
+    found.close()
+
+
+def test_ranks_find_each_others_names_and_addresses(monkeypatch):
+    """A rank that has connected to all others ends before some of them ask."""
+    asked = []
+    get = Rendezvous._get
+    monkeypatch.setattr(Rendezvous, "_get", lambda self, *key: asked.append(key) or get(self, *key))
+    counted = Rendezvous("127.0.0.1")
+    counted.start()
+    found = {}
+
+    def run(rank):
+        time.sleep(0.1 * rank)
+        found[rank] = [connect(rank, ("127.0.0.1", counted.port), scope) for scope in ("global_", "local_here")]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(SIZE)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(30)
+    counted.close()
+    for rank in range(SIZE):
+        for scope, (names, addresses) in zip(("global_", "local_here"), found[rank], strict=True):
+            assert names == [f"host of {other}".encode() for other in range(rank)]
+            assert addresses == [address(other, rank, scope) for other in range(SIZE) if other != rank]
+    # Names, but for rank 0, and addresses.
+    assert len(asked) == 2 * (2 * SIZE - 1)
+
+
+def test_a_rank_asks_again_while_others_are_missing(rendezvous, monkeypatch):
+    monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 0.1)
+    with local_rendezvous(place_of(1), ("127.0.0.1", rendezvous.port)) as local:
+        request(local, "PUT", "global_/1", b"12345678" * (SIZE - 1))
+        assert request(local, "GET", "global_/0") == (404, b"")
+        for rank in (0, 2, 3, 4):
+            request(("127.0.0.1", rendezvous.port), "PUT", f"global_/{rank}", b"abcdefgh" * (SIZE - 1))
+        status, answer = request(local, "GET", "global_/0")
+        assert (status, answer[:8]) == (200, b"abcdefgh")
+
+
+def test_ranks_that_wait_for_a_lost_one_are_released(rendezvous):
+    with local_rendezvous(place_of(1), ("127.0.0.1", rendezvous.port)) as local:
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(request(local, "GET", "global_/0")))
+        asking.start()
+        time.sleep(0.1)
+        rendezvous.fail()
+        asking.join(3)
+        assert answers == [(200, b"")]
+        assert request(local, "GET", "global_/2") == (200, b"")
+
+
+def test_ranks_that_wait_are_released_when_it_closes():
     rendezvous = Rendezvous("127.0.0.1")
     rendezvous.start()
-    scope = f"http://127.0.0.1:{rendezvous.port}/global"
-    answers = []
-    asking = threading.Thread(target=lambda: answers.append(urllib.request.urlopen(f"{scope}/1").read()))
-    asking.start()
-    time.sleep(0.1)
-    urllib.request.urlopen(urllib.request.Request(f"{scope}/1", b"an address", method="PUT")).close()
-    asking.join(10)
-    assert answers == [b"an address"]
-    monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 0.1)
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{scope}/2")
-    rendezvous.fail()
-    assert urllib.request.urlopen(f"{scope}/2").read() == b""
-    rendezvous.close()
+    with local_rendezvous(place_of(1), ("127.0.0.1", rendezvous.port)) as local:
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(request(local, "GET", "global_/0")))
+        asking.start()
+        time.sleep(0.1)
+        rendezvous.close()
+        asking.join(3)
+        assert answers == [(200, b"")]
+
+
+def test_a_rank_without_a_rendezvous_does_not_wait():
+    closed = Rendezvous("127.0.0.1")
+    closed.close()
+    with local_rendezvous(place_of(1), ("127.0.0.1", closed.port)) as local:
+        assert request(local, "PUT", "global_/1", b"")[0] == 200
+        assert request(local, "GET", "global_/0") == (200, b"")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(local, timeout=5)
+
+
+@pytest.mark.parametrize("key", ["3", "rank_3", "names", "addresses-x-5", "addresses--5"])
+def test_a_rendezvous_does_not_wait_for_what_no_rank_asks(rendezvous, key):
+    assert request(("127.0.0.1", rendezvous.port), "GET", f"global_/{key}") == (404, b"")
 
 
 def test_all_ranks_may_connect_at_once_to_a_rendezvous():
