@@ -1,12 +1,13 @@
-"""How long the coordinator of an elastic job answers the ranks' requests for addresses when members change.
+"""How long the ranks of an elastic job wait for each other's addresses when members change.
 
     launch/run python benchmarks/rendezvous.py
 
 A start of Horovod over Gloo connects all ranks with each other twice. For each other rank, a rank then asks four times
 for addresses, those of all connections of that rank (136 bytes each), and once for its name: counted in starts of 4 and
-6 ranks. The server is the coordinator's. A process that makes the requests of all ranks, several at once, shares the
-machine with it. The requests of only some ranks are made if there are many, and the time is multiplied. Prints seconds,
-and saves results/rendezvous.json.
+6 ranks. A server in the rank answers; each rank sends its own addresses to the coordinator, and asks it once for all
+names and once for all addresses. Measured are the coordinator, with the requests of all ranks, made by another process,
+several at once; and then one rank's server. They share the machine with the processes that ask. Connections themselves
+are not made. Prints seconds, and saves their sums in results/rendezvous.json.
 """
 
 import argparse
@@ -15,81 +16,101 @@ import multiprocessing
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hvdtrain.distributed.local_rendezvous import local_rendezvous
 from hvdtrain.distributed.rendezvous import Rendezvous
 
 RESULTS = Path(__file__).resolve().parent / "results" / "rendezvous.json"
 ADDRESS_BYTES, NAME = 136, b"ab"
-OF_ADDRESSES, OF_NAMES = 4, 1
-"""Requests of a rank for each other one."""
-AT_ONCE, MOST_REQUESTS = 8, 2048
-HOST, SCOPE = "127.0.0.1", "global"
+AT_ONCE, TIMES = 8, 2
+HOST, SCOPE = "127.0.0.1", "global_"
 
 
-def ask(port: int, request: bytes) -> int:
+def ask(port: int, method: str, key: str, value: bytes = b"") -> int:
     """One request as Horovod makes it; returns the number of bytes received."""
     with socket.create_connection((HOST, port)) as connection:
-        connection.sendall(request)
+        connection.sendall(f"{method} /{SCOPE}/{key} HTTP/1.0\r\nContent-Length: {len(value)}\r\n\r\n".encode() + value)
         received = 0
         while chunk := connection.recv(1 << 20):
             received += len(chunk)
         return received
 
 
-def ask_for_all(port: int, ranks: int, asking: int) -> None:
-    """Makes the requests of some ranks."""
-    keys = [f"{rank}" for rank in range(ranks)] * OF_ADDRESSES + [f"rank_{rank}" for rank in range(ranks)] * OF_NAMES
-    remaining = iter(keys * asking)
-    lock = threading.Lock()
+def ask_for_all(port: int, ranks: int) -> None:
+    """Makes all ranks' requests to the coordinator."""
+    addresses = b"a" * ((ranks - 1) * ADDRESS_BYTES)
 
-    def run() -> None:
+    def put(rank: int) -> None:
+        ask(port, "PUT", f"rank_{rank}", NAME)
+        ask(port, "PUT", str(rank), addresses)
+
+    def get(rank: int) -> None:
+        assert ask(port, "GET", f"names-{ranks}") > ranks * len(NAME)
+        assert ask(port, "GET", f"addresses-{rank}-{ranks}") > ranks * ADDRESS_BYTES
+
+    for each in (put, get):
+        in_threads(each, range(ranks))
+
+
+def ask_as_horovod(port: int, ranks: int) -> None:
+    """Makes the requests of rank 0."""
+    for other in range(1, ranks):
+        ask(port, "GET", f"rank_{other}")
+        for _ in range(2):
+            assert ask(port, "GET", str(other)) > (ranks - 1) * ADDRESS_BYTES
+
+
+def in_threads(run: Callable[[int], None], items: Iterable[int]) -> None:
+    remaining, lock = iter(items), threading.Lock()
+
+    def run_all() -> None:
         while True:
             with lock:
-                key = next(remaining, None)
-            if key is None:
+                item = next(remaining, None)
+            if item is None:
                 return
-            received = ask(port, f"GET /{SCOPE}/{key} HTTP/1.0\r\n\r\n".encode())
-            assert received > (len(NAME) if "_" in key else (ranks - 1) * ADDRESS_BYTES)
+            run(item)
 
-    threads = [threading.Thread(target=run) for _ in range(AT_ONCE)]
+    threads = [threading.Thread(target=run_all) for _ in range(AT_ONCE)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def seconds(ranks: int) -> float:
-    """The time of all requests of this number of ranks."""
-    rendezvous = Rendezvous(HOST)
-    rendezvous.start()
-    addresses = b"a" * ((ranks - 1) * ADDRESS_BYTES)
-    for rank in range(ranks):
-        for key, value in ((f"{rank}", addresses), (f"rank_{rank}", NAME)):
-            put = f"PUT /{SCOPE}/{key} HTTP/1.0\r\nContent-Length: {len(value)}\r\n\r\n"
-            ask(rendezvous.port, put.encode() + value)
-    asking = max(1, min(ranks, MOST_REQUESTS // ranks))
-    process = multiprocessing.Process(target=ask_for_all, args=(rendezvous.port, ranks, asking))
+def seconds_of(target: Callable[[int, int], None], port: int, ranks: int) -> float:
+    """The time of a process that asks."""
+    process = multiprocessing.Process(target=target, args=(port, ranks))
     began_s = time.perf_counter()
     process.start()
     process.join()
-    taken_s = time.perf_counter() - began_s
-    rendezvous.close()
     assert process.exitcode == 0
-    return taken_s * ranks / asking
+    return time.perf_counter() - began_s
+
+
+def seconds(ranks: int) -> tuple[float, float]:
+    """The time of the coordinator's answers to this number of ranks, and of those of one rank's server."""
+    rendezvous = Rendezvous(HOST)
+    rendezvous.start()
+    by_coordinator = seconds_of(ask_for_all, rendezvous.port, ranks)
+    place = {"rank": 0, "size": ranks, "local_rank": 0, "local_size": 1, "cross_rank": 0, "cross_size": ranks}
+    with local_rendezvous(place, (HOST, rendezvous.port)) as (_, port):
+        by_rank = seconds_of(ask_as_horovod, port, ranks)
+    rendezvous.close()
+    return TIMES * by_coordinator, TIMES * by_rank
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 48, 64, 256, 1024, 4096])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[4, 16, 64, 256, 1024, 4096])
     arguments = parser.parse_args()
     found = {}
     for ranks in arguments.ranks:
-        found[str(ranks)] = seconds(ranks)
-        print(
-            f"{ranks} ranks: {found[str(ranks)]:.3g} s, {1000 * found[str(ranks)] / ranks**2:.3f} ms a pair of ranks",
-            flush=True,
-        )
+        by_coordinator, by_rank = seconds(ranks)
+        found[str(ranks)] = by_coordinator + by_rank
+        print(f"{ranks} ranks: coordinator {by_coordinator:.3g} s, a rank's server {by_rank:.3g} s", flush=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from hvdtrain.distributed.key_value_server import KeyValueServer
 
-_WAIT_S = 5.0
+_WAIT_S = 2.0
 _NAME = "rank_"
 
 
