@@ -11,7 +11,7 @@ same result. Saves results/simulated_goodput.json.
 Measured, in docs/results.md unless named otherwise:
 
 * 0.28 s from a kill to the next step, 0.40 s while a rank joins (3 ranks, two hosts: Elastic jobs); on more ranks, the
-  coordinator's answers to all requests for addresses in addition (results/rendezvous.json);
+  exchange of addresses in addition (results/rendezvous.json), but not the connections;
 * 0.23 s until a lost rank is named and 0.27 s until the others have ended, in jobs that restart (1,024 ranks: Many
   ranks); 5.3 s from the start of a job to its first step (Step times).
 
