@@ -21,7 +21,7 @@ class Rendezvous(KeyValueServer):
     """
 
     def __init__(self, host: str):
-        super().__init__(host, self._get, self._put)
+        super().__init__(host, self.get, self.put)
         self._values: dict[str, dict[str, bytes]] = defaultdict(dict)
         self._numbers: dict[tuple[str, bool], int] = defaultdict(int)
         """How many names, and how many ranks' addresses, a scope has."""
@@ -45,7 +45,8 @@ class Rendezvous(KeyValueServer):
         self.fail()
         super().close()
 
-    def _put(self, scope: str, key: str, value: bytes) -> None:
+    def put(self, scope: str, key: str, value: bytes) -> None:
+        """Keeps a rank's value."""
         with self._lock:
             kind = scope, key.startswith(_NAME)
             self._numbers[kind] += key not in self._values[scope]
@@ -53,7 +54,8 @@ class Rendezvous(KeyValueServer):
             if (complete := self._complete.get((*kind, self._numbers[kind]))) is not None:
                 complete.set()
 
-    def _get(self, scope: str, key: str) -> bytes | None:
+    def get(self, scope: str, key: str) -> bytes | None:
+        """The names or addresses of all ranks; empty after :meth:`fail`; None if some are missing for a while."""
         what, *numbers = key.split("-")
         if what not in ("names", "addresses") or not all(each.isdecimal() for each in numbers) or not numbers:
             return None

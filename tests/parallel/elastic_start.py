@@ -2,12 +2,11 @@
 
 import dataclasses
 import os
+import queue
 import socket
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.rendezvous import Rendezvous
@@ -21,27 +20,26 @@ PORT_IN_ADDRESS = slice(2, 4)
 kept_open: list[socket.socket] = []
 
 
-def value(rendezvous: Rendezvous, key: str) -> bytes:
-    """Waits until a rank has put it."""
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://{HOST}:{rendezvous.port}/global/{key}") as response:
-                return response.read()
-        except urllib.error.HTTPError:
-            time.sleep(0.01)
+class NotingRendezvous(Rendezvous):
+    """Tells what rank 0 has put."""
+
+    def __init__(self) -> None:
+        super().__init__(HOST)
+        self.addresses: queue.Queue[bytes] = queue.Queue()
+
+    def put(self, scope: str, key: str, value: bytes) -> None:
+        super().put(scope, key, value)
+        # A rank that is alone has none.
+        if (scope, key) == ("global", "0") and value:
+            self.addresses.put(value)
 
 
-def put(rendezvous: Rendezvous, key: str, text: bytes) -> None:
-    url = f"http://{HOST}:{rendezvous.port}/global/{key}"
-    urllib.request.urlopen(urllib.request.Request(url, text, method="PUT")).close()
-
-
-def lost_rank(kind: str, rendezvous: Rendezvous, full: socket.socket) -> None:
+def lost_rank(kind: str, rendezvous: NotingRendezvous, full: socket.socket) -> None:
     """What rank 1 does before it is lost: rank 0 waits for its address, or for it to connect, or connects to it.
 
     Of two ranks, that with the lower address listens.
     """
-    address = bytearray(value(rendezvous, "0"))
+    address = bytearray(rendezvous.addresses.get())
     port = int.from_bytes(address[PORT_IN_ADDRESS], "big")
     if kind == "connects":
         address[PORT_IN_ADDRESS] = (port + 1).to_bytes(2, "big")
@@ -49,8 +47,8 @@ def lost_rank(kind: str, rendezvous: Rendezvous, full: socket.socket) -> None:
         assert full.getsockname()[1] < port, "choose a port below those that the system gives"
         address[PORT_IN_ADDRESS] = full.getsockname()[1].to_bytes(2, "big")
     if kind != "silent":
-        put(rendezvous, "rank_1", b"other")
-        put(rendezvous, "1", bytes(address))
+        rendezvous.put("global", "rank_1", b"other")
+        rendezvous.put("global", "1", bytes(address))
 
 
 def listen_without_accepting() -> socket.socket:
@@ -73,7 +71,7 @@ def listen_without_accepting() -> socket.socket:
 
 
 def main(kind: str) -> None:
-    rendezvous = Rendezvous(HOST)
+    rendezvous = NotingRendezvous()
     rendezvous.start()
     environment.choose_settings_for_restarts(deterministic=False)
     # Without the cut, the test would take the launcher's time limit.

@@ -67,8 +67,8 @@ def rendezvous():
 def test_ranks_find_each_others_names_and_addresses(monkeypatch):
     """A rank that has connected to all others ends before some of them ask."""
     asked = []
-    get = Rendezvous._get
-    monkeypatch.setattr(Rendezvous, "_get", lambda self, *key: asked.append(key) or get(self, *key))
+    get = Rendezvous.get
+    monkeypatch.setattr(Rendezvous, "get", lambda self, *key: asked.append(key) or get(self, *key))
     counted = Rendezvous("127.0.0.1")
     counted.start()
     found = {}
