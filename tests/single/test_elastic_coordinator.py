@@ -90,7 +90,7 @@ def test_a_loss_in_the_rendezvous_begins_another_generation(jobs):
     second.die()
     assert first.receive("cut")["generation"] == 2
     # Whoever still waits in the rendezvous fails: nothing is no address.
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/global/1") as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/global/addresses-0-2") as response:
         assert response.read() == b""
     first.send(kind="hold", generation=2)
     begins = first.receive("begin")
