@@ -25,7 +25,7 @@ from hvdtrain.distributed.rendezvous import Rendezvous
 RESULTS = Path(__file__).resolve().parent / "results" / "rendezvous.json"
 ADDRESS_BYTES, NAME = 136, b"ab"
 AT_ONCE, TIMES = 8, 2
-HOST, SCOPE = "127.0.0.1", "global_"
+HOST, SCOPE = "127.0.0.1", "global"
 
 
 def ask(port: int, method: str, key: str, value: bytes = b"") -> int:

@@ -1,6 +1,7 @@
 """The server in which the ranks of a job over Gloo look for values, as Horovod asks for them. Does not import
 TensorFlow."""
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -33,6 +34,11 @@ class KeyValueServer:
             request_queue_size = 1024
             # A rank that has died may have left a request half sent.
             daemon_threads, block_on_close = True, False
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                # Whoever has asked is lost, or its connections are cut: it needs no answer.
+                if not isinstance(sys.exc_info()[1], OSError):
+                    super().handle_error(request, client_address)
 
         self._server = Server((host, 0), Handler, 0)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from hvdtrain.distributed.key_value_server import KeyValueServer
 
 _HOST = "127.0.0.1"
-_TIMEOUT_S = 30.0
-_NOT_FOUND = 404
+# Thousands of ranks are answered within a minute.
+_TIMEOUT_S = 120.0
+_ATTEMPTS = 3
+_OK, _NOT_FOUND = 200, 404
 
 
 @contextlib.contextmanager
@@ -42,13 +44,15 @@ class _Answers:
         self._rendezvous = rendezvous
         self._lock = threading.Lock()
         self._gathered: dict[tuple[str, str], bytes] = {}
+        self._is_lost = False
+        """Whether the rendezvous lacks a value of this rank."""
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        # If it is lost, the answers are empty.
-        self._request("PUT", scope, key, value)
+        # A busy rendezvous may stop reading a request.
+        self._is_lost |= not any(self._request("PUT", scope, key, value)[0] == _OK for _ in range(_ATTEMPTS))
 
     def get(self, scope: str, key: str) -> bytes | None:
-        """What Horovod expects; an empty answer, which ends the start, if the rendezvous has ended."""
+        """What Horovod expects; an empty answer, which ends the start, if the rendezvous is lost or has ended."""
         rank, size = self._places[scope.partition("_")[0]]
         if key.startswith("rank_"):
             names = self._gather(scope, f"names-{size}")
@@ -64,21 +68,24 @@ class _Answers:
         return bytes(answer)
 
     def _gather(self, scope: str, key: str) -> bytes | None:
+        if self._is_lost:
+            return b""
         with self._lock:
             if (scope, key) not in self._gathered:
-                answer = self._request("GET", scope, key)
-                if answer is None:
+                status, answer = self._request("GET", scope, key)
+                if status == _NOT_FOUND:
                     return None
-                self._gathered[scope, key] = answer
+                self._gathered[scope, key] = answer if status == _OK else b""
             return self._gathered[scope, key]
 
-    def _request(self, method: str, scope: str, key: str, value: bytes | None = None) -> bytes | None:
+    def _request(self, method: str, scope: str, key: str, value: bytes | None = None) -> tuple[int | None, bytes]:
+        """The status and the content of the answer; None if there is none."""
         connection = http.client.HTTPConnection(*self._rendezvous, timeout=_TIMEOUT_S)
         try:
             connection.request(method, f"/{scope}/{key}", value)
             response = connection.getresponse()
-            return None if response.status == _NOT_FOUND else response.read()
+            return response.status, response.read()
         except (OSError, http.client.HTTPException):
-            return b""
+            return None, b""
         finally:
             connection.close()

@@ -1,5 +1,6 @@
 """Where the ranks of a job over Gloo find each other's addresses. Does not import TensorFlow."""
 
+import re
 import threading
 from collections import defaultdict
 
@@ -7,6 +8,7 @@ from hvdtrain.distributed.key_value_server import KeyValueServer
 
 _WAIT_S = 2.0
 _NAME = "rank_"
+_ASKED = re.compile(r"(names|addresses-(?P<rank>\d{1,9}))-(?P<size>\d{1,9})", re.ASCII)
 
 
 class Rendezvous(KeyValueServer):
@@ -14,7 +16,7 @@ class Rendezvous(KeyValueServer):
 
     A scope is a group of ranks. In it, Horovod's rank r puts the name of its host as ``rank_r``, and as ``r`` the
     addresses of its connections to each other rank, all of the same length, in the order of ranks. A rank asks for
-    ``names-SIZE`` and ``addresses-RANK-SIZE``; see :class:`~hvdtrain.distributed.local_rendezvous.LocalRendezvous`.
+    ``names-SIZE`` and ``addresses-RANK-SIZE``; see :mod:`hvdtrain.distributed.local_rendezvous`.
 
     Args:
         host: the address to listen on.
@@ -22,12 +24,11 @@ class Rendezvous(KeyValueServer):
 
     def __init__(self, host: str):
         super().__init__(host, self.get, self.put)
-        self._values: dict[str, dict[str, bytes]] = defaultdict(dict)
-        self._numbers: dict[tuple[str, bool], int] = defaultdict(int)
-        """How many names, and how many ranks' addresses, a scope has."""
-        # Waking all ranks for each value would keep this process busy if there are many of them.
-        self._complete: dict[tuple[str, bool, int], threading.Event] = {}
         self._lock = threading.Lock()
+        # Of names and of addresses, by scope.
+        self._values: dict[tuple[str, bool], dict[str, bytes]] = defaultdict(dict)
+        # By scope and number of ranks. Waking all ranks for each value would keep this process busy if there are many.
+        self._complete: dict[tuple[str, bool], dict[int, threading.Event]] = defaultdict(dict)
         self._is_over = False
 
     def fail(self) -> None:
@@ -37,8 +38,9 @@ class Rendezvous(KeyValueServer):
         """
         with self._lock:
             self._is_over = True
-            for each in self._complete.values():
-                each.set()
+            for events in self._complete.values():
+                for each in events.values():
+                    each.set()
 
     def close(self) -> None:
         """Stops serving; ranks that wait are released."""
@@ -47,37 +49,41 @@ class Rendezvous(KeyValueServer):
 
     def put(self, scope: str, key: str, value: bytes) -> None:
         """Keeps a rank's value."""
+        kind = scope, key.startswith(_NAME)
         with self._lock:
-            kind = scope, key.startswith(_NAME)
-            self._numbers[kind] += key not in self._values[scope]
-            self._values[scope][key] = value
-            if (complete := self._complete.get((*kind, self._numbers[kind]))) is not None:
-                complete.set()
+            self._values[kind][key.removeprefix(_NAME)] = value
+            for size, complete in self._complete[kind].items():
+                if self._has_all(kind, size):
+                    complete.set()
 
     def get(self, scope: str, key: str) -> bytes | None:
         """The names or addresses of all ranks; empty after :meth:`fail`; None if some are missing for a while."""
-        what, *numbers = key.split("-")
-        if what not in ("names", "addresses") or not all(each.isdecimal() for each in numbers) or not numbers:
+        asked = _ASKED.fullmatch(key)
+        if asked is None:
             return None
-        rank, size = int(numbers[0]), int(numbers[-1])
-        kind = scope, what == "names"
+        kind, size = (scope, asked["rank"] is None), int(asked["size"])
         with self._lock:
-            complete = self._complete.setdefault((*kind, size), threading.Event())
-            if self._is_over or self._numbers[kind] >= size:
+            complete = self._complete[kind].setdefault(size, threading.Event())
+            if self._is_over or self._has_all(kind, size):
                 complete.set()
         if not complete.wait(_WAIT_S):
             return None
-        with self._lock:
-            values = dict(self._values[scope])
         if self._is_over:
             return b""
-        if what == "names":
-            return b"\n".join(values[f"{_NAME}{each}"] for each in range(size))
-        return b"".join(_address(values[str(each)], each, rank, size) for each in range(size))
+        with self._lock:
+            values = [self._values[kind][str(rank)] for rank in range(size)]
+        if asked["rank"] is None:
+            return b"\n".join(values)
+        to = int(asked["rank"])
+        return b"".join(_address(addresses, of, to, size) for of, addresses in enumerate(values))
+
+    def _has_all(self, kind: tuple[str, bool], size: int) -> bool:
+        values = self._values[kind]
+        return len(values) >= size and all(str(rank) in values for rank in range(size))
 
 
 def _address(addresses: bytes, of: int, to: int, size: int) -> bytes:
     """The address of one rank's connection to another; zeros for that to itself."""
-    length = len(addresses) // (size - 1)
+    length = len(addresses) // max(1, size - 1)
     place = to if to < of else to - 1
     return bytes(length) if of == to else addresses[place * length : (place + 1) * length]

@@ -33,11 +33,11 @@ def request(address: tuple[str, int], method: str, path: str, value: bytes | Non
     return response.status, response.read()
 
 
-def address(of: int, to: int, scope: str = "global_") -> bytes:
+def address(of: int, to: int, scope: str = "global") -> bytes:
     return f"{scope[0]}{of:03}{to:03}".encode().ljust(ADDRESS_BYTES)
 
 
-def connect(rank: int, rendezvous: tuple[str, int], scope: str = "global_") -> tuple[list[bytes], list[bytes]]:
+def connect(rank: int, rendezvous: tuple[str, int], scope: str = "global") -> tuple[list[bytes], list[bytes]]:
     """Asks as Horovod does; returns the names and the addresses that a rank finds."""
     with local_rendezvous(place_of(rank), rendezvous) as local:
         request(local, "PUT", f"{scope}/rank_{rank}", f"host of {rank}".encode())
@@ -75,7 +75,7 @@ def test_ranks_find_each_others_names_and_addresses(monkeypatch):
 
     def run(rank):
         time.sleep(0.1 * rank)
-        found[rank] = [connect(rank, ("127.0.0.1", counted.port), scope) for scope in ("global_", "local_here")]
+        found[rank] = [connect(rank, ("127.0.0.1", counted.port), scope) for scope in ("global", "local_here")]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(SIZE)]
     for each in threads:
@@ -84,7 +84,7 @@ def test_ranks_find_each_others_names_and_addresses(monkeypatch):
         each.join(30)
     counted.close()
     for rank in range(SIZE):
-        for scope, (names, addresses) in zip(("global_", "local_here"), found[rank], strict=True):
+        for scope, (names, addresses) in zip(("global", "local_here"), found[rank], strict=True):
             assert names == [f"host of {other}".encode() for other in range(rank)]
             assert addresses == [address(other, rank, scope) for other in range(SIZE) if other != rank]
     # Names, but for rank 0, and addresses.
@@ -94,52 +94,68 @@ def test_ranks_find_each_others_names_and_addresses(monkeypatch):
 def test_a_rank_asks_again_while_others_are_missing(rendezvous, monkeypatch):
     monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 0.1)
     with local_rendezvous(place_of(1), ("127.0.0.1", rendezvous.port)) as local:
-        request(local, "PUT", "global_/1", b"12345678" * (SIZE - 1))
-        assert request(local, "GET", "global_/0") == (404, b"")
+        request(local, "PUT", "global/1", b"12345678" * (SIZE - 1))
+        assert request(local, "GET", "global/0") == (404, b"")
         for rank in (0, 2, 3, 4):
-            request(("127.0.0.1", rendezvous.port), "PUT", f"global_/{rank}", b"abcdefgh" * (SIZE - 1))
-        status, answer = request(local, "GET", "global_/0")
+            request(("127.0.0.1", rendezvous.port), "PUT", f"global/{rank}", b"abcdefgh" * (SIZE - 1))
+        status, answer = request(local, "GET", "global/0")
         assert (status, answer[:8]) == (200, b"abcdefgh")
 
 
-def test_ranks_that_wait_for_a_lost_one_are_released(rendezvous):
-    with local_rendezvous(place_of(1), ("127.0.0.1", rendezvous.port)) as local:
-        answers = []
-        asking = threading.Thread(target=lambda: answers.append(request(local, "GET", "global_/0")))
-        asking.start()
-        time.sleep(0.1)
-        rendezvous.fail()
-        asking.join(3)
-        assert answers == [(200, b"")]
-        assert request(local, "GET", "global_/2") == (200, b"")
-
-
-def test_ranks_that_wait_are_released_when_it_closes():
+@pytest.mark.parametrize("end", [Rendezvous.fail, Rendezvous.close])
+def test_ranks_that_wait_for_a_lost_one_are_released(end):
     rendezvous = Rendezvous("127.0.0.1")
     rendezvous.start()
     with local_rendezvous(place_of(1), ("127.0.0.1", rendezvous.port)) as local:
         answers = []
-        asking = threading.Thread(target=lambda: answers.append(request(local, "GET", "global_/0")))
+        asking = threading.Thread(target=lambda: answers.append(request(local, "GET", "global/0")))
         asking.start()
         time.sleep(0.1)
-        rendezvous.close()
+        end(rendezvous)
         asking.join(3)
         assert answers == [(200, b"")]
+        assert request(local, "GET", "global/2") == (200, b"")
+    rendezvous.close()
 
 
 def test_a_rank_without_a_rendezvous_does_not_wait():
     closed = Rendezvous("127.0.0.1")
     closed.close()
     with local_rendezvous(place_of(1), ("127.0.0.1", closed.port)) as local:
-        assert request(local, "PUT", "global_/1", b"")[0] == 200
-        assert request(local, "GET", "global_/0") == (200, b"")
+        assert request(local, "PUT", "global/1", b"")[0] == 200
+        assert request(local, "GET", "global/0") == (200, b"")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(local, timeout=5)
 
 
-@pytest.mark.parametrize("key", ["3", "rank_3", "names", "addresses-x-5", "addresses--5"])
+@pytest.mark.parametrize(
+    "key", ["3", "rank_3", "names", "addresses-5", "addresses-x-5", "addresses--5", "names-1234567890"]
+)
 def test_a_rendezvous_does_not_wait_for_what_no_rank_asks(rendezvous, key):
-    assert request(("127.0.0.1", rendezvous.port), "GET", f"global_/{key}") == (404, b"")
+    assert request(("127.0.0.1", rendezvous.port), "GET", f"global/{key}") == (404, b"")
+
+
+def test_what_no_rank_puts_completes_nothing(rendezvous, monkeypatch):
+    monkeypatch.setattr("hvdtrain.distributed.rendezvous._WAIT_S", 0.1)
+    address = ("127.0.0.1", rendezvous.port)
+    for key in ("0", "2", "other"):
+        request(address, "PUT", f"global/{key}", b"abcdefgh")
+    assert request(address, "GET", "global/addresses-0-2") == (404, b"")
+    request(address, "PUT", "global/1", b"12345678")
+    assert request(address, "GET", "global/addresses-0-2") == (200, bytes(8) + b"12345678")
+
+
+def test_a_value_that_the_rendezvous_does_not_take_ends_the_start(monkeypatch):
+    def put(self, scope, key, value):
+        raise ConnectionResetError
+
+    monkeypatch.setattr(Rendezvous, "put", put)
+    busy = Rendezvous("127.0.0.1")
+    busy.start()
+    with local_rendezvous(place_of(1), ("127.0.0.1", busy.port)) as local:
+        assert request(local, "PUT", "global/1", b"")[0] == 200
+        assert request(local, "GET", "global/0") == (200, b"")
+    busy.close()
 
 
 def test_all_ranks_may_connect_at_once_to_a_rendezvous():
