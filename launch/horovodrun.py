@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import mpi_implementation
 from arguments import Job, announce, fail, make_parser, parse_job, run
 from open_mpi_settings import with_network_settings
 
@@ -24,8 +25,12 @@ from hvdtrain.system.remote_process import forwarded
 LAUNCHER = "launch/horovodrun.sh"
 
 
-def arguments_for(job: Job, mpi: Path, *, gloo: bool, start_timeout_s: float, verbose: bool) -> list[str]:
-    """horovodrun's arguments before the command."""
+def arguments_for(job: Job, open_mpi: Path | None, *, gloo: bool, start_timeout_s: float, verbose: bool) -> list[str]:
+    """horovodrun's arguments before the command.
+
+    Args:
+        open_mpi: the folder of Open MPI; None for another MPI.
+    """
     arguments = ["-np", str(job.ranks), "--start-timeout", str(int(start_timeout_s))]
     if job.hosts:
         arguments += ["-H", ",".join(map(str, job.hosts))]
@@ -35,8 +40,18 @@ def arguments_for(job: Job, mpi: Path, *, gloo: bool, start_timeout_s: float, ve
         arguments.append("--verbose")
     if gloo:
         return [*arguments, "--gloo"]
-    # Where the other hosts find Open MPI: a shell started by ssh has another PATH.
-    return [*arguments, "--mpi", *([f"--mpi-args=--prefix {mpi}"] if job.is_remote else [])]
+    # Where the other hosts find Open MPI: a shell started by ssh has another PATH. Others start their programs by path.
+    is_elsewhere = job.is_remote and open_mpi is not None
+    return [*arguments, "--mpi", *([f"--mpi-args=--prefix {open_mpi}"] if is_elsewhere else [])]
+
+
+def _open_mpi() -> Path | None:
+    mpirun = shutil.which("mpirun")
+    try:
+        is_open_mpi = mpirun is not None and mpi_implementation.of_program(mpirun)[0] == "Open MPI"
+    except ValueError:  # horovodrun says which it knows.
+        is_open_mpi = False
+    return Path(mpirun).parent.parent if mpirun is not None and is_open_mpi else None
 
 
 def _interface(network: str) -> str:
@@ -68,9 +83,12 @@ def main() -> None:
     by = f"horovodrun {'with Gloo' if options.gloo else 'with MPI'}"
     notes = ["more ranks than cores on this host: ranks share cores"] if job.oversubscribed else []
     announce(LAUNCHER, job, by, notes)
-    mpi = Path(shutil.which("mpirun") or horovodrun).parent.parent
     arguments = arguments_for(
-        job, mpi, gloo=options.gloo, start_timeout_s=options.start_timeout, verbose=options.verbose
+        job,
+        None if options.gloo else _open_mpi(),
+        gloo=options.gloo,
+        start_timeout_s=options.start_timeout,
+        verbose=options.verbose,
     )
     run(LAUNCHER, horovodrun, [horovodrun, *arguments, *job.command], environment(os.environ, job))
 

@@ -10,38 +10,19 @@ variables (OMPI_MCA_…, I_MPI_…, MPIR_CVAR_…).
 """
 
 import os
-import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import mpi_implementation
 from arguments import Job, announce, fail, make_parser, parse_job, run
 from open_mpi_settings import with_network_settings
 
 from hvdtrain.system.remote_process import forwarded
 
 LAUNCHER = "launch/mpirun.sh"
-
-
-def implementation(version: str) -> tuple[str, int]:
-    """The MPI and its major version, parsed from the output of ``mpirun --version``.
-
-    Raises:
-        ValueError: the MPI is unknown.
-    """
-    for name, pattern in (
-        ("Open MPI", r"\(Open MPI\) (\d+)\."),
-        ("Open MPI", r"\(PRRTE\) (\d+)\."),
-        ("Intel MPI", r"Intel\(R\) MPI Library .*Version (\d+)"),
-        ("MPICH", r"HYDRA build details:\s+Version:\s+(\d+)\."),
-    ):
-        if match := re.search(pattern, version):
-            # Open MPI 5's launcher reports the version of its runtime, PRRTE, which is 3 or later.
-            return name, max(5, int(match[1])) if "PRRTE" in pattern else int(match[1])
-    raise ValueError("mpirun must be Open MPI's (4 or 5), MPICH's or Intel MPI's. Received: " + version.strip()[:200])
 
 
 def open_mpi(
@@ -101,9 +82,8 @@ def main() -> None:
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         fail(LAUNCHER, "mpirun must be on PATH. Received: none", 1)
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
     try:
-        name, major = implementation(version.stdout + version.stderr)
+        name, major = mpi_implementation.of_program(mpirun)
     except ValueError as error:
         fail(LAUNCHER, str(error), 1)
     # With unbuffered output, every write would be tagged like a line. Ranks have terminals, so output is line-buffered.

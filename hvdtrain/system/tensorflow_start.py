@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdtrain.system import cuda_libraries, environment
+from hvdtrain.system import cuda_libraries, environment, mpi_libraries
 
 # Lines that TensorFlow writes to stderr at every start and that no setting turns off: its absl
 # logging is not initialized in Python, so TF_CPP_MIN_LOG_LEVEL is ignored (seen with 2.21).
@@ -51,6 +51,7 @@ def is_startup_message(line: str) -> bool:
 def import_tensorflow() -> None:
     """Prepares the environment, imports TensorFlow and initializes its list of devices."""
     cuda_libraries.preload()
+    mpi_libraries.preload()
     if "tensorflow" in sys.modules:
         return
     environment.prepare_environment()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from hvdtrain.distributed.horovod import build_facts
 from hvdtrain.errors import UsageError
@@ -63,6 +64,30 @@ def test_the_recipe_of_easybuild_installs_these_versions(backend):
     pinned = {name: version for name, version in installed.items() if name in required}
     assert {"mpi4py", "psutil", "google_crc32c", "cyclopts", "tensorboard"} <= set(pinned)
     assert [name for name, version in pinned.items() if version not in required[name].specifier] == []
+
+
+def test_the_packages_of_spack_require_these_versions(backend):
+    packages = ROOT / "launch" / "spack" / "spack_repo" / "hvdtrain" / "packages"
+    recipe, of_horovod = (
+        (packages / name / "package.py").read_text() for name in ("py_hvdtrain", "py_hvdtrain_horovod")
+    )
+    assert f'version("{importlib.metadata.version("hvdtrain")}")' in recipe
+    assert f'version("{backend.RELEASE}")' in of_horovod
+    found = re.findall(r'depends_on\("py-([\w-]+)@([\w.:]+)', recipe.partition("with default_args")[2])
+    every = map(Requirement, importlib.metadata.requires("hvdtrain"))
+    required = {each.name: each.specifier for each in every if "extra" not in str(each.marker)}
+    assert {name: _specifiers(versions) for name, versions in found} == required
+
+
+def _specifiers(versions: str) -> SpecifierSet:
+    """A range of versions as Spack writes it: ``2.18:2.21`` includes all of 2.21."""
+    low, _, high = versions.partition(":")
+    if "post" in versions:
+        return SpecifierSet(f"=={versions}")
+    if ":" in versions and not high:
+        return SpecifierSet(f">={low}")
+    *first, last = (high or low).split(".")
+    return SpecifierSet(f">={low},<{'.'.join([*first, str(int(last) + 1)])}")
 
 
 def test_a_build_for_another_tensorflow_names_it(backend, monkeypatch):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "launch"))
 
 import horovodrun  # noqa: E402
+import mpi_implementation  # noqa: E402
 import mpirun  # noqa: E402
 from arguments import Job  # noqa: E402
 
@@ -149,12 +150,12 @@ def test_mpich_and_intel_mpi():
     ],
 )
 def test_mpi_implementation_is_detected(said, expected):
-    assert mpirun.implementation(said) == expected
+    assert mpi_implementation.parse(said) == expected
 
 
 def test_unknown_mpi_is_rejected():
     with pytest.raises(ValueError, match="Received: poe 1"):
-        mpirun.implementation("poe 1.3")
+        mpi_implementation.parse("poe 1.3")
 
 
 def test_horovodrun():
@@ -164,6 +165,8 @@ def test_horovodrun():
     assert horovodrun.arguments_for(made, Path("/env"), gloo=True, **options) == [*start, "--gloo"]
     mpi = ["--mpi", "--mpi-args=--prefix /env"]
     assert horovodrun.arguments_for(made, Path("/env"), gloo=False, **options) == [*start, *mpi]
+    # MPICH and Intel MPI end at an option that they do not know.
+    assert horovodrun.arguments_for(made, None, gloo=False, **options) == [*start, "--mpi"]
     assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, job([], 2)) == {"PATH": "/x"}
     ours = horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made)
     assert ours.items() >= {"PATH": "/x", "OMPI_MCA_btl_tcp_flags": "send"}.items()
