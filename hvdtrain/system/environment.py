@@ -63,6 +63,11 @@ def prepare_environment() -> None:
     os.environ.update(environment_defaults(os.environ, sys.prefix))
 
 
+def set_provider_folder(folder: Path) -> None:
+    """Names the folder where libfabric looks for those who send for it (TCP, InfiniBand), if none is named."""
+    os.environ.setdefault("FI_PROVIDER_PATH", str(folder))
+
+
 def launch_environment() -> dict[str, str]:
     """The environment for a launcher that this process starts."""
     env = dict(os.environ)

@@ -343,7 +343,14 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
         out = folder / "out"
         subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(out), str(source)], env=env, check=True)
         (built,) = out.glob("horovod-*.whl")
-        wheel = repack(built, folder, metadata(version()), run_paths(), is_portable=is_default_build())
+        wheel = repack(
+            built,
+            folder,
+            metadata(version()),
+            run_paths(),
+            is_portable=is_default_build(),
+            keeps_mpi_paths=not mpi_is_from_wheel(),
+        )
         check_it_loads(wheel, folder)
         if is_kept():
             kept.keep(wheel)

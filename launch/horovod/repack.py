@@ -43,7 +43,9 @@ ADDED_TO_RUNNER = ("command.py", "forwarded.py")
 ENTRY_POINTS = "[console_scripts]\nhorovodrun = horovod.runner.command:main\n"
 
 
-def repack(built: Path, folder: Path, metadata: str, run_paths: list[str], *, is_portable: bool) -> Path:
+def repack(
+    built: Path, folder: Path, metadata: str, run_paths: list[str], *, is_portable: bool, keeps_mpi_paths: bool
+) -> Path:
     """Makes the wheel of hvdtrain-horovod from Horovod's own.
 
     Args:
@@ -51,6 +53,8 @@ def repack(built: Path, folder: Path, metadata: str, run_paths: list[str], *, is
         folder: where to work.
         metadata: the METADATA file, with our requirements: Horovod's names no TensorFlow and no MPI.
         run_paths: where the library looks for others; the build leaves paths of its own there.
+        keeps_mpi_paths: whether those of MPI are kept: of a site's, which stays where it is. Not all sites have it in
+            LD_LIBRARY_PATH.
         is_portable: whether all else that the library needs belongs to every Linux; auditwheel checks that and finds
             the oldest C library it works with.
 
@@ -61,7 +65,8 @@ def repack(built: Path, folder: Path, metadata: str, run_paths: list[str], *, is
     (tree,) = (folder / "tree").iterdir()
     (library,) = (tree / LIBRARY).parent.glob("mpi_lib*.so")
     library.rename(tree / LIBRARY)
-    run("patchelf", *(("--set-rpath", ":".join(run_paths)) if run_paths else ("--remove-rpath",)), tree / LIBRARY)
+    paths = [*run_paths, *(_mpi_paths(tree / LIBRARY) if keeps_mpi_paths else [])]
+    run("patchelf", *(("--set-rpath", ":".join(paths)) if paths else ("--remove-rpath",)), tree / LIBRARY)
     for module, text in ((SUFFIX_MODULE, SUFFIX), (KERAS_MODULE, KERAS_3_CHECK)):
         with open(tree / module, "a") as file:
             file.write(text)
@@ -88,8 +93,14 @@ def repack(built: Path, folder: Path, metadata: str, run_paths: list[str], *, is
     return wheel
 
 
-def run(*command: str | Path) -> None:
+def _mpi_paths(library: Path) -> list[str]:
+    paths = dict.fromkeys(run("patchelf", "--print-rpath", library).strip().split(":"))
+    return [path for path in paths if path and any(Path(path).glob("libmpi*.so*"))]
+
+
+def run(*command: str | Path) -> str:
+    """Runs a tool of the environment that builds; returns what it prints."""
     scripts = sysconfig.get_path("scripts")
     env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     program = [sys.executable, "-m"] if command[0] == "wheel" else []
-    subprocess.run([*program, *command], env=env, check=True)
+    return subprocess.run([*program, *command], env=env, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -36,10 +36,3 @@ class PyHvdtrainHorovod(PythonPackage):
         env.set("HVDTRAIN_MPI", "site")
         env.set("MPI_HOME", self.spec["mpi"].prefix)
         env.set("MAKEFLAGS", f"-j{make_jobs}")
-
-    @run_after("install")
-    def find_mpi_at_run_time(self):
-        # The build removes the paths that the compiler wrote; loading a Spack package sets no LD_LIBRARY_PATH.
-        patchelf = which("patchelf", required=True)
-        (library,) = find(self.prefix, "mpi_lib.so")
-        patchelf("--set-rpath", ":".join(self.rpath), library)
