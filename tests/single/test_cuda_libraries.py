@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from shared_libraries import make_library
 
 from hvdtrain.system.cuda_libraries import LIBRARIES, errors_of_opening
 
@@ -43,13 +43,6 @@ from hvdtrain.system import cuda_libraries
 errors = cuda_libraries.errors_of_opening(start.library())
 print("FOUND", json.dumps([len(tf.config.list_physical_devices("GPU")), errors]))
 """
-
-
-def make_library(path: Path, source: str = "int unused;", *options: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    command = ["cc", "-shared", "-fPIC", "-o", str(path), f"-Wl,-soname,{path.name}", "-x", "c", "-", "-x", "none"]
-    subprocess.run([*command, *options], input=source, text=True, check=True)
-    return path
 
 
 @pytest.mark.parametrize("is_complete", [True, False], ids=["complete", "incomplete"])

@@ -90,6 +90,17 @@ def _specifiers(versions: str) -> SpecifierSet:
     return SpecifierSet(f">={low},<{'.'.join([*first, str(int(last) + 1)])}")
 
 
+def test_a_site_s_mpi_is_found_where_it_was_linked(backend, tmp_path, monkeypatch):
+    """And nothing of the folder of the build, which is gone then."""
+    repack = importlib.import_module("repack")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "libmpi.so.40").touch()
+    (tmp_path / "build").mkdir()
+    linked = f"{tmp_path}/build:{tmp_path}/site:{tmp_path}/site:\n"
+    monkeypatch.setattr(repack, "run", lambda *command: linked)
+    assert repack._mpi_paths(tmp_path / "mpi_lib.so") == [f"{tmp_path}/site"]
+
+
 def test_a_build_for_another_tensorflow_names_it(backend, monkeypatch):
     assert backend.version() == backend.RELEASE
     monkeypatch.setenv("HVDTRAIN_TENSORFLOW", "2.18.1")
