@@ -476,7 +476,7 @@ def assert_each_step_has_counted_once(member: Member) -> None:
 
 def test_a_member_that_waits_for_no_other_takes_over_what_it_missed(monkeypatch):
     with monkeypatch.context() as patch:
-        failing(patch, fails=RANK == 0, after=1)  # The first of two sums ends the round.
+        failing(patch, fails=RANK == 0)
         member = Member(steps=1, wait_free=True)
         if RANK == 0:
             member.parts.train_step.run(1)
@@ -498,9 +498,88 @@ def test_a_round_without_waiting_that_could_not_end_goes_on(monkeypatch):
     with monkeypatch.context() as patch:
         failing(patch, fails=True)
         with pytest.raises(RuntimeError):
-            member.train(1)
+            member.train(2)
     member.settle()
     assert member.parts.strategy.position[0] == 0
+    member.train(2)
+    assert_each_step_has_counted_once(member)
+
+
+FRAGMENTS = {"overlap": True, "fragments": 2, "fragment_delay": 2}
+"""One of two layers is sent after every second step, and merged two steps later: two are on their way in step 4."""
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_member_that_missed_the_average_of_a_fragment_takes_it_over(monkeypatch, alpha):
+    """The averages that are sent at steps 2 and 4 are received by some; all sent later fail, and are sent again."""
+    options = {**FRAGMENTS, "fragment_delay": 3, "merge_alpha": alpha}
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0)
+        member = Member(steps=4, **options)
+    member.settle()
+    member.assert_equals(expected := Member(steps=4, settled=True, **options))
+    member.train(7)
+    expected.train(7)
+    member.assert_equals(expected)
+    assert_each_step_has_counted_once(member)
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 2])
+def test_averages_of_fragments_that_no_member_received_are_repeated(monkeypatch, fails_after):
+    """None, the first, or the first two averages of two layers: the schedule continues with those that are left."""
+    with monkeypatch.context() as patch:
+        failing(patch, fails=True, after=fails_after)
+        member = Member(steps=4, **{**FRAGMENTS, "fragment_delay": 4})
+        member.parts.train_step.run(1)
+        member.parts.strategy.settle()
+    assert member.parts.strategy.position[0] == fails_after
+    member.settle()
+    if fails_after == 0:
+        # Overdue, and sent at once: the first fragment, since the start; the second one two steps later.
+        assert member.parts.strategy.position == (1, 4)
+    member.train(3)
+    assert_each_step_has_counted_once(member)
+
+
+@pytest.mark.parametrize("options", [FRAGMENTS, {"fragments": 2}], ids=["in the background", "waiting"])
+def test_a_newcomer_starts_at_the_last_average_of_each_fragment(options):
+    """It contributes its own steps to both: to the first one since step 6, to the second one since step 4."""
+    member = Member(steps=5, **options)
+    member.settle(has_state=RANK > 0, num_lost=0)
+    strategy = member.parts.strategy
+    assert strategy.position == (2, 3)
+    others = [each for each in COLLECTIVES.allgather([v.tolist() for v in values(member.model.weights)])]
+    member.parts.restart_with(member.parts.feed.plan)
+    member.train(4)
+    assert strategy.summary()["averaging_rounds"] == (3 if options == FRAGMENTS else 4)
+    strategy.finish()
+    assert equal_on_all_ranks(values(member.model.weights))
+    assert len(others) == SIZE
+
+
+def test_members_that_leave_lose_no_step_of_any_fragment():
+    member = Member(steps=5, **FRAGMENTS)
+    member.parts.strategy.end_round()
+    assert member.parts.strategy.position == (4, 0)
+    assert equal_on_all_ranks(values(member.model.weights))
+    made = sum(COLLECTIVES.allgather(member.parts.feed.plan.own_samples(0, 5)))
+    assert member.parts.strategy.state()["total_samples"] == made
+    member.train(6)
+    assert_each_step_has_counted_once(member)
+
+
+def test_fragments_without_waiting_that_could_not_be_averaged_are_sent_again(monkeypatch):
+    options = {"wait_free": True, "fragments": 2}
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0, after=1)
+        member = Member(**options)
+        if RANK == 0:
+            with pytest.raises(RuntimeError):
+                member.train(2)
+        else:
+            member.train(1)
+    member.settle()
+    assert member.parts.strategy.position[0] == 2
     member.train(2)
     assert_each_step_has_counted_once(member)
 
