@@ -304,7 +304,7 @@ def test_a_job_without_waiting_survives_lost_ranks(more, tmp_path):
     found = summary(tmp_path / "run")
     assert found["steps"] == 160
     assert found["eval"]["accuracy"] > 0.9
-    assert_equal_averages(job, at_least=10)
+    assert_equal_averages(job, at_least=3)
 
 
 @pytest.mark.long
