@@ -30,7 +30,7 @@ _HELP_ORDER = (
     *(
         "Local SGD (--mode local)",
         "Stragglers (--mode sync)",
-    "Replay (--quorum or --wait-free)",
+        "Replay (--quorum or --wait-free)",
         "Checkpoints",
         "Logging",
         "Guards",

@@ -177,6 +177,12 @@ def test_a_longer_run_than_the_record_is_refused():
         averager.step()
 
 
+def test_a_quorum_of_more_ranks_than_there_are_is_refused():
+    config = LocalSGDConfig(wait_free=True, round_quorum=SIZE + 1)
+    with pytest.raises(UsageError, match=f"round_quorum must be at most the number of ranks. Received: {SIZE + 1} on"):
+        ParameterAverager(plain_model(), config)
+
+
 @pytest.mark.parametrize("is_rank_0", [True, False])
 def test_a_rank_that_is_not_ready_is_left_behind_by_a_quorum_only(is_rank_0):
     late = 0 if is_rank_0 else SIZE - 1

@@ -29,6 +29,10 @@ def agreement_of(monkeypatch):
         each.close()
 
 
+def report(number: int, *, is_finished: bool = False) -> dict:
+    return {"is_ready_to_end": number, "seconds": 0.1, "is_finished": is_finished}
+
+
 def next_message(connection: Connection) -> dict:
     wait_for([connection], 30)
     (message,) = connection.receive()
@@ -38,14 +42,14 @@ def next_message(connection: Connection) -> dict:
 def test_rank_0_waits_for_all_and_counts_each_report_for_its_round_only(agreement_of):
     agreement, other = agreement_of(0, None, 0.0)
     assert not agreement.has_ended(is_ready=True)
-    other.send({"is_ready_to_end": 0, "seconds": 0.1})
-    agreement.wait()
+    other.send(report(0))
+    assert agreement.has_ended(is_ready=True)
     assert next_message(other) == {"ended": 1}
     # Sent before that rank had heard of the end.
-    other.send({"is_ready_to_end": 0, "seconds": 0.1})
+    other.send(report(0))
     assert not agreement.has_ended(is_ready=True)
-    other.send({"is_ready_to_end": 1, "seconds": 0.1})
-    agreement.wait()
+    other.send(report(1))
+    assert agreement.has_ended(is_ready=True)
     assert next_message(other) == {"ended": 2}
 
 
@@ -54,7 +58,7 @@ def test_a_quorum_gives_the_others_time_also_one_that_was_late_before(agreement_
     assert agreement.has_ended(is_ready=True)
     assert next_message(other) == {"ended": 1}
     agreement, other = agreement_of(0, 1, LONG)
-    other.send({"is_ready_to_end": 0, "seconds": 0.1})
+    other.send(report(0))
     assert not agreement.has_ended(is_ready=False)
     assert agreement.has_ended(is_ready=True)
     for _ in range(3):
@@ -62,13 +66,25 @@ def test_a_quorum_gives_the_others_time_also_one_that_was_late_before(agreement_
     assert other.receive() == [{"ended": 1}]
 
 
+def test_a_rank_that_makes_no_more_steps_is_no_quorum(agreement_of):
+    agreement, other = agreement_of(0, 1, 0.0)
+    other.send(report(0, is_finished=True))
+    wait_for([agreement._connections[1]], 30)
+    assert not agreement.has_ended(is_ready=False)
+    assert agreement.has_ended(is_ready=True)
+    other.send(report(1, is_finished=True))
+    wait_for([agreement._connections[1]], 30)
+    assert not agreement.has_ended(is_ready=False)
+    agreement.wait()
+
+
 def test_another_rank_reports_once_and_follows(agreement_of):
     agreement, other = agreement_of(1, None, 0.0)
     for _ in range(3):
         assert not agreement.has_ended(is_ready=True)
-    report = next_message(other)
-    assert report["is_ready_to_end"] == 0
-    assert report["seconds"] >= 0
+    received = next_message(other)
+    assert received == {**report(0), "seconds": received["seconds"]}
+    assert received["seconds"] >= 0
     other.send({"ended": 1})
     agreement.wait()
     assert not agreement.has_ended(is_ready=False)
@@ -91,7 +107,7 @@ def test_a_rank_alone_ends_its_rounds(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_rank_is_noticed_after_its_last_messages(rank, agreement_of):
     agreement, other = agreement_of(rank, None, 0.0)
-    other.send({"ended": 1} if rank else {"is_ready_to_end": 0, "seconds": 0.1})
+    other.send({"ended": 1} if rank else report(0))
     other.shut_down()
     if rank:
         assert agreement.has_ended(is_ready=True)
