@@ -168,7 +168,8 @@ class Soak:
             self._lab.restore("lab2")
         else:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
-            victim = self._random.choice(members[1:])
+            # More processes than may train wait: the newest ones.
+            victim = self._random.choice(members[1:MOST])
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(number)
         until_s = time.monotonic() + 60
