@@ -107,7 +107,7 @@ def test_each_step_counts_once_in_the_round_that_its_rank_sent_it_in(fragments, 
     assert_equal_in_each_round(anchors, more_than=4 * fragments)
     # Without a quorum, all make their steps.
     fewest = min(own.steps for ranks in rounds for own in ranks)
-    assert quorum or fewest == 6 // fragments
+    assert quorum or fewest >= 6 // fragments
 
 
 def adam() -> keras.optimizers.Optimizer:
