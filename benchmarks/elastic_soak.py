@@ -129,13 +129,17 @@ class Soak:
         starts = [i for i, line in enumerate(lines) if '"event": "start"' in line]
         return any('"event": "train"' in line for line in lines[starts[-1] if starts else 0 :])
 
+    def _all_train(self, members: list[psutil.Process]) -> bool:
+        """Whether as many processes train as can."""
+        lines = [line for line in self.output.splitlines() if line.startswith("hvdtrain elastic: generation")]
+        ranks = int(lines[-1].split(": ")[2].split()[0]) if lines else 0
+        return ranks >= 1 and ranks == min(MOST, len(members))
+
     def _settle(self) -> bool:
         """Waits until the job trains with all its processes; False if it has ended."""
         until_s = time.monotonic() + 180
         while self.job.poll() is None:
-            lines = [line for line in self.output.splitlines() if line.startswith("hvdtrain elastic: generation")]
-            ranks = int(lines[-1].split(": ")[2].split()[0]) if lines else 0
-            if ranks >= 1 and ranks == min(MOST, len(self.members())) and self._has_trained():
+            if self._all_train(self.members()) and self._has_trained():
                 return True
             if time.monotonic() > until_s:
                 raise SystemExit(f"the job does not train: {self.output[-3000:]}")
@@ -144,10 +148,13 @@ class Soak:
 
     def event(self, kinds: tuple[str, ...]) -> bool:
         """Makes one event happen; False if the job has ended."""
-        if not self._settle():
-            return False
-        time.sleep(self._random.uniform(0.0, 1.5))
-        members = self.members()
+        members: list[psutil.Process] = []
+        # A process may have been started meanwhile, and the others be too few to lose one.
+        while not self._all_train(members):
+            if not self._settle():
+                return False
+            time.sleep(self._random.uniform(0.0, 1.5))
+            members = self.members()
         oldest = members[0]
         with contextlib.suppress(psutil.Error):
             self.usage.append(Usage(self._changes(), oldest.num_fds(), oldest.memory_info().rss / 2**20))
