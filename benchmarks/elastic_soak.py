@@ -10,9 +10,10 @@ compares the run with one process and prints the difference of the weights, and 
 oldest process at each change of members. One process is left alone, so that there is an oldest one. Exits with 1 if
 a rule is broken.
 
-``--wait-free`` trains by local SGD without waiting. There, the samples of all steps must have been averaged, except for
-those of killed processes since their last contribution, at most four rounds of each; training itself fails if the ranks
-are not equal at the end.
+``--wait-free`` trains by local SGD without waiting. There, each average must be bit-identical in all processes that
+received it, and the samples of all steps must have been averaged, except for those of killed processes since their
+last contribution, at most four rounds of each; training itself fails if the ranks are not equal at the end. Options
+after ``--`` are added to those of the training.
 """
 
 import argparse
@@ -35,12 +36,12 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "parallel"), str(ROOT / "launch" / "lab")]
 
-from elastic_runs import GLOBAL_BATCH, TRAIN, summary, train_alone, weights
+from elastic_runs import GLOBAL_BATCH, TRAIN, compared_averages, summary, train_alone, weights
 from laboratory import Laboratory
 
 STALL_S = 15.0
 MOST = 4
-WAIT_FREE = ["--mode", "local", "--sync-every", "8", "--wait-free"]
+WAIT_FREE = ("--mode", "local", "--sync-every", "8", "--wait-free")
 MOST_LOST_STEPS = 4 * 8
 """Of a killed process, with WAIT_FREE: those of its last contribution and since, while it waited for others as well."""
 LOSSES = ("kill", "stop", "cut")
@@ -77,11 +78,13 @@ class Soak:
         elastic = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{MOST}", *where]
         self._fewest = 3 if options else 2
         """With fewer, another one joins: steps of a process alone are not noted."""
-        self._steps = folder / "steps"
+        self._steps, self.averages = folder / "steps", folder / "averages"
         self._steps.mkdir()
+        self.averages.mkdir()
         self._env = {**os.environ, "HVDTRAIN_TEST_STEP_S": "0.03", "HVDTRAIN_ELASTIC_TOKEN": "soak"}
         if options:
             self._env["HVDTRAIN_TEST_SAMPLES"] = str(self._steps)
+            self._env["HVDTRAIN_TEST_AVERAGES"] = str(self.averages)
         self.job = self._start([*elastic, *self._train])
         self._joined: list[subprocess.Popen[bytes]] = []
         self.happened: dict[str, int] = {}
@@ -126,13 +129,17 @@ class Soak:
         starts = [i for i, line in enumerate(lines) if '"event": "start"' in line]
         return any('"event": "train"' in line for line in lines[starts[-1] if starts else 0 :])
 
+    def _all_train(self, members: list[psutil.Process]) -> bool:
+        """Whether as many processes train as can."""
+        lines = [line for line in self.output.splitlines() if line.startswith("hvdtrain elastic: generation")]
+        ranks = int(lines[-1].split(": ")[2].split()[0]) if lines else 0
+        return ranks >= 1 and ranks == min(MOST, len(members))
+
     def _settle(self) -> bool:
         """Waits until the job trains with all its processes; False if it has ended."""
         until_s = time.monotonic() + 180
         while self.job.poll() is None:
-            lines = [line for line in self.output.splitlines() if line.startswith("hvdtrain elastic: generation")]
-            ranks = int(lines[-1].split(": ")[2].split()[0]) if lines else 0
-            if ranks >= 1 and ranks == min(MOST, len(self.members())) and self._has_trained():
+            if self._all_train(self.members()) and self._has_trained():
                 return True
             if time.monotonic() > until_s:
                 raise SystemExit(f"the job does not train: {self.output[-3000:]}")
@@ -141,10 +148,13 @@ class Soak:
 
     def event(self, kinds: tuple[str, ...]) -> bool:
         """Makes one event happen; False if the job has ended."""
-        if not self._settle():
-            return False
-        time.sleep(self._random.uniform(0.0, 1.5))
-        members = self.members()
+        members: list[psutil.Process] = []
+        # A process may have been started meanwhile, and the others be too few to lose one.
+        while not self._all_train(members):
+            if not self._settle():
+                return False
+            time.sleep(self._random.uniform(0.0, 1.5))
+            members = self.members()
         oldest = members[0]
         with contextlib.suppress(psutil.Error):
             self.usage.append(Usage(self._changes(), oldest.num_fds(), oldest.memory_info().rss / 2**20))
@@ -165,7 +175,8 @@ class Soak:
             self._lab.restore("lab2")
         else:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
-            victim = self._random.choice(members[1:])
+            # More processes than may train wait: the newest ones.
+            victim = self._random.choice(members[1:MOST])
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(number)
         until_s = time.monotonic() + 60
@@ -210,7 +221,12 @@ def compared(soak: Soak, found: dict[str, Any]) -> bool:
         f"samples: {noted} in steps, {averaged} averaged, {noted - averaged} lost with {losses} processes; most {most}"
     )
     print(f"averages: {found['averaging_rounds']}, lost steps by the job's estimate: {found['lost_steps']}")
-    return not 0 <= noted - averaged <= most
+    averages = compared_averages(soak.averages)
+    print(
+        f"averages in several processes: {averages.shared}; different in some: {len(averages.differing)}; made again "
+        f"because only a lost process had received them: {averages.repeated}"
+    )
+    return not 0 <= noted - averaged <= most or bool(averages.differing) or not averages.shared
 
 
 def main() -> None:
@@ -220,12 +236,15 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["kill", "stop", "leave", "join"])
     parser.add_argument("--steps", type=int, help="default: 500 for each event")
     parser.add_argument("--wait-free", action="store_true", help="by local SGD without waiting")
+    parser.add_argument("more", nargs="*", help="options of the training, after --")
     parser.add_argument("--lab", action="store_true", help="on two hosts of launch/lab")
     arguments = parser.parse_args()
     steps = arguments.steps or 500 * arguments.events
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         lab = stack.enter_context(Laboratory(2)) if arguments.lab else None
-        soak = Soak(Path(name), steps, arguments.seed, lab, WAIT_FREE if arguments.wait_free else [])
+        soak = Soak(
+            Path(name), steps, arguments.seed, lab, [*WAIT_FREE, *arguments.more] if arguments.wait_free else []
+        )
         try:
             kinds = (*arguments.kinds, *(["cut"] if lab else []))
             num = 0

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hvdtrain.runs.report.notebook import report
     from hvdtrain.system.function_job import run
     from hvdtrain.tasks.task import Task
-    from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, TrainConfig
+    from hvdtrain.training.config import BalanceConfig, GuardConfig, QuorumConfig, RecordConfig, TrainConfig
     from hvdtrain.training.equality.verify import verify
     from hvdtrain.training.evaluation import evaluate
     from hvdtrain.training.own_program import init
@@ -78,6 +78,7 @@ __all__ = [
     "PowerSGD",
     "QuorumConfig",
     "RankTimesReporter",
+    "RecordConfig",
     "Reporter",
     "TableReader",
     "Task",
@@ -134,6 +135,7 @@ _MODULES = {
     "PartialDistributedOptimizer": "optim.distributed_optimizer",
     "PowerSGD": "distributed.power_sgd",
     "QuorumConfig": "training.config",
+    "RecordConfig": "training.config",
     "RankTimesReporter": "loggers.rank_times",
     "Reporter": "loggers.reporter",
     "TableReader": "checkpoint.table_reader",

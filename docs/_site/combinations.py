@@ -38,7 +38,7 @@ def _needs() -> list[str]:
     found: dict[str, list[str]] = {}
     for rule in exclusions.RULES:
         if not isinstance(rule, Excludes):
-            found.setdefault(_text(rule.option), []).append(_text(rule.other))
+            found.setdefault(_text(rule.option), []).append(" or ".join(map(_text, rule.others)))
     return [*lines, *(f"| {option} | {', '.join(others)} |" for option, others in found.items())]
 
 

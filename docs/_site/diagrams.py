@@ -290,7 +290,7 @@ def modes() -> str:
         "If ranks must be equal after each step: sync mode; with --balance, if the same rank is always slower; with "
         "--quorum, if changing ranks are delayed. If not, local SGD: with --overlap on a slow network; "
         "with --fragments and --sync-dtype int4, if an average takes many steps; --wait-free, if ranks are slow. If "
-        "processes die: launch/run --elastic, or --restarts with --quorum and --fragments.",
+        "processes die: launch/run --elastic, or --restarts with --quorum.",
     )
     width, gap = 178, 12
     columns = (MARGIN, MARGIN + width + gap)
@@ -321,13 +321,13 @@ def modes() -> str:
             drawing.box(left, y + 24, width, height, option, color)
     drawing.box(MARGIN, 394, RIGHT - MARGIN, 32, "Do processes die?", IDLE)
     for left, launch, text in (
-        (columns[0], "launch/run --elastic", "all but --quorum\nand --fragments"),
-        (columns[1], "launch/run --restarts", "--quorum,\n--fragments"),
+        (columns[0], "launch/run --elastic", "all but --quorum"),
+        (columns[1], "launch/run --restarts", "--quorum"),
     ):
         drawing.arrow((left + width / 2, 426), (left + width / 2, 444))
         drawing.box(left, 446, width, 30, launch, COMMUNICATE)
         drawing.text(left + 6, 496, text)
-    return drawing.svg(528)
+    return drawing.svg(510)
 
 
 def goodput() -> str:

@@ -150,7 +150,7 @@ _SECTIONS = {
     "Trainer": ("Trainer", "Checkpointer", "TableReader", "JobWatch", "ParameterAverager"),
     "Configuration": (
         *("TrainConfig", "GuardConfig", "CheckpointConfig", "LoggingConfig", "LocalSGDConfig"),
-        *("BalanceConfig", "QuorumConfig", "GpuConfig"),
+        *("BalanceConfig", "QuorumConfig", "RecordConfig", "GpuConfig"),
     ),
     "Tasks and reports": ("Task", "report"),
     "Loggers": (

@@ -63,6 +63,7 @@ SYNC_EVERY, ADACOMM = Option("sync_every"), Option("sync_schedule", "adacomm")
 AVERAGED_SLOTS, NESTEROV = Option("average_slots", "average"), Option("outer", "nesterov")
 OUTER_LEARNING_RATE, OUTER_MOMENTUM = Option("outer_learning_rate"), Option("outer_momentum")
 OVERLAP, WAIT_FREE = Option("overlap", True), Option("wait_free", True)
+ROUND_QUORUM, ROUND_GRACE = Option("round_quorum"), Option("round_grace")
 FRAGMENTS, FRAGMENT_DELAY, MERGE_ALPHA = Option("fragments"), Option("fragment_delay"), Option("merge_alpha")
 SYNC_DTYPE, SYNC_STEPS_FIRST = Option("sync_dtype"), Option("sync_steps_first")
 ACROSS_HOSTS = Option("average_across", "host")
@@ -130,18 +131,26 @@ class Needs:
 
     option: Option
     other: Option
+    alternatives: tuple[Option, ...] = ()
+    """Options that do as well as ``other``."""
+
+    @property
+    def others(self) -> tuple[Option, ...]:
+        """The options of which one suffices."""
+        return (self.other, *self.alternatives)
 
     @property
     def facts(self) -> tuple[Fact, ...]:
-        return (self.option, self.other)
+        return (self.option, *self.others)
 
     def is_broken(self, facts: Mapping[Fact, str]) -> bool:
-        return self.option in facts and self.other not in facts
+        return self.option in facts and not any(each in facts for each in self.others)
 
     def message(self, facts: Mapping[Fact, str]) -> str:
+        others = " or ".join(map(str, self.others))
         return (
-            f"{option(self.option.name)} needs {self.other}. Received: {facts[self.option]} without it. Set "
-            f"{self.other}, or leave {option(self.option.name)} out."
+            f"{option(self.option.name)} needs {others}. Received: {facts[self.option]} without it. Set {others}, or "
+            f"leave {option(self.option.name)} out."
         )
 
 
@@ -180,7 +189,9 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(WAIT_FREE, ACROSS_HOSTS, why="with the latter, the ranks of a host wait for each other at every step"),
     *_excludes(WAIT_FREE, ADACOMM, why="rounds end when the slowest rank has made its steps"),
     Needs(FRAGMENT_DELAY, OVERLAP),
-    *_excludes(WAIT_FREE, FRAGMENTS, FRAGMENT_DELAY, why="ranks make different numbers of steps in a round"),
+    Needs(ROUND_QUORUM, WAIT_FREE),
+    Needs(ROUND_GRACE, ROUND_QUORUM),
+    *_excludes(WAIT_FREE, FRAGMENT_DELAY, why="ranks make different numbers of steps in a round"),
     *_excludes(ADACOMM, FRAGMENTS, FRAGMENT_DELAY, why="they divide an interval that adacomm would change"),
     *_excludes(
         MERGE_ALPHA,
@@ -220,7 +231,8 @@ RULES: Sequence[Excludes | Needs] = (
     *_excludes(QUORUM, COUNTED_LOSS, why="a late rank does not communicate in the forward pass"),
     *_excludes(QUORUM, GATHERED_SAMPLES, why="a late rank does not communicate in the forward pass"),
     *_excludes(QUORUM, USED_GRADIENTS, why="the gradients of a step are reduced when all contributors are known"),
-    *(Needs(each, QUORUM) for each in (STEP_DEADLINE, STEP_GRACE, MAX_MISSED_UPDATES, RECORD, REPLAY)),
+    *(Needs(each, QUORUM) for each in (STEP_DEADLINE, STEP_GRACE, MAX_MISSED_UPDATES)),
+    *(Needs(each, QUORUM, (WAIT_FREE,)) for each in (RECORD, REPLAY)),
     # The size of the batch.
     *_excludes(RESCALE, GLOBAL_BATCH_SIZE, why="one lets the global batch change, the other keeps it"),
     *_excludes(RESCALE, LOCAL, why="in local SGD, ranks have made different numbers of steps"),
@@ -286,7 +298,7 @@ RULES: Sequence[Excludes | Needs] = (
     # Elastic jobs.
     *_excludes(
         ELASTIC,
-        *(QUORUM, FRAGMENTS, ACROSS_HOSTS, SYNC_STEPS_FIRST, AUTOTUNE),
+        *(QUORUM, ACROSS_HOSTS, SYNC_STEPS_FIRST, RECORD, REPLAY, AUTOTUNE),
         why=_NO_CHANGE,
         instead="use launch/run --restarts",
     ),
@@ -344,8 +356,8 @@ def first_broken(facts: Mapping[Fact, str], known: Iterable[str] | None = None) 
     """
     names = None if known is None else set(known)
     for rule in RULES:
-        needed = rule.other.name if isinstance(rule, Needs) else None
-        if (names is None or needed is None or needed in names) and rule.is_broken(facts):
+        needed = {each.name for each in rule.others} if isinstance(rule, Needs) else set()
+        if (names is None or needed <= names) and rule.is_broken(facts):
             return rule
     return None
 

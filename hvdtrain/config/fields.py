@@ -30,6 +30,7 @@ _HELP_ORDER = (
     *(
         "Local SGD (--mode local)",
         "Stragglers (--mode sync)",
+        "Replay (--quorum or --wait-free)",
         "Checkpoints",
         "Logging",
         "Guards",

@@ -118,6 +118,11 @@ class JobWatch:
         return self._stop_point.is_requested
 
     @property
+    def is_cut(self) -> bool:
+        """True once a rank of an elastic job was lost: these ranks complete nothing together any more."""
+        return self._stop_point.decision == 0
+
+    @property
     def stop_reason(self) -> str | None:
         """What requested the stop: ``SIGTERM on rank 1 (host b)``."""
         return self._stop_point.reason

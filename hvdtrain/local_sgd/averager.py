@@ -2,13 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
+from hvdtrain.config.wording import option
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
@@ -22,10 +22,19 @@ from hvdtrain.local_sgd.facts import LOSS, SAMPLES, STEPS
 from hvdtrain.local_sgd.fragment import Fragment, PendingAverage
 from hvdtrain.local_sgd.fragment_division import divided
 from hvdtrain.local_sgd.fragment_schedule import FragmentSchedule
-from hvdtrain.local_sgd.outer_optimizer import Flats
+from hvdtrain.local_sgd.round_agreement import RoundAgreement
 from hvdtrain.local_sgd.sync_interval import SyncInterval
 from hvdtrain.optim.pipeline import pipeline_of
-from hvdtrain.system.background import BackgroundTask, ImmediateTask
+from hvdtrain.system.background import ImmediateTask
+
+
+class OwnRound(NamedTuple):
+    """What a rank did in a round with ``wait_free``: all that its timing has decided."""
+
+    steps: int
+    """Steps in the round."""
+    merged_after: int
+    """Steps in the round before the pending average was merged; 0: none was pending."""
 
 
 class ParameterAverager:
@@ -55,9 +64,10 @@ class ParameterAverager:
         deterministic: merge a pending average at the end of the next round, never earlier.
         starts: False if the caller calls :meth:`start` later.
         collectives: the collectives to average with (default: those of ``hvdtrain.init()``).
+        on_round_ended: receives each round with ``wait_free``, apart from those of :meth:`finish`.
 
     Raises:
-        UsageError: an option is invalid, or ``wait_free`` is used with a single rank.
+        UsageError: an option is invalid, or ``wait_free`` is used with too few ranks.
     """
 
     def __init__(
@@ -68,12 +78,13 @@ class ParameterAverager:
         deterministic: bool = False,
         starts: bool = True,
         collectives: Collectives | None = None,
+        on_round_ended: Callable[[OwnRound], None] = lambda own: None,
     ):
         self._collectives = collectives or runtime.current().collectives
         note_averaged(model)
         self._config = config = config or LocalSGDConfig()
-        if config.wait_free and self._collectives.size == 1 and not self._collectives.may_change:
-            raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")
+        if config.wait_free and not self._collectives.may_change:
+            _require_ranks(config, self._collectives.size)
         build_optimizer(model)
         self._model = model
         self._merges_when_complete = not deterministic and config.fragment_delay is None
@@ -88,8 +99,13 @@ class ParameterAverager:
         ]
         self._schedule = FragmentSchedule(config.fragments)
         self._interval = SyncInterval(config)
-        self._closing: BackgroundTask[Flats] | None = None
+        self._agreement: RoundAgreement | None = None
+        self._replayed: Sequence[OwnRound] | None = None
+        self._on_round_ended = on_round_ended
+        self._merged_after = 0
         self._steps = 0
+        self.ended_rounds = 0
+        """Rounds ended so far."""
         self.rounds = 0
         """Averages merged so far."""
         self.bytes_reduced = 0
@@ -111,15 +127,26 @@ class ParameterAverager:
     @property
     def every(self) -> int:
         """The number of steps of the current round."""
+        if self._replayed is not None:
+            return self._own_replayed().steps
         return self._schedule.steps(self._interval.steps)
 
     @property
     def steps_until_due(self) -> int:
         """Steps left until parameters are due to be averaged, or an average is due to be merged; 1 if overdue."""
         left = [self.every - self._steps]
-        if (delay := self._config.fragment_delay) is not None:
+        if (delay := self._merge_delay()) is not None:
             left += [delay - each.pending.steps_since for each in self._fragments if each.pending is not None]
         return max(1, min(left))
+
+    def _merge_delay(self) -> int | None:
+        """Steps after which a pending average is merged, if they are fixed."""
+        return self._config.fragment_delay if self._replayed is None else self._own_replayed().merged_after
+
+    @property
+    def is_between_cycles(self) -> bool:
+        """Whether the round that ended last was the last one of a cycle, in which each fragment is averaged once."""
+        return self._schedule.next == 0
 
     def start(self) -> None:
         """Starts the first round. All ranks must call it before they make a step.
@@ -140,6 +167,31 @@ class ParameterAverager:
             replica_consistency.share_statistics(self._model, self._collectives)
             for fragment in self._fragments:
                 fragment.begin()
+        self.connect()
+
+    def connect(self) -> None:
+        """Connects the ranks, if they agree on when rounds end. All ranks must call it."""
+        if self._config.wait_free and self._replayed is None:
+            self._agreement = RoundAgreement(self._collectives, self._config.round_quorum, self._config.round_grace)
+
+    def disconnect(self) -> None:
+        """Disconnects this rank from the others."""
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+
+    def replay(self, rounds: Sequence[OwnRound]) -> None:
+        """Call it before :meth:`start`: rounds are these ones of this rank, counted from the first of the run."""
+        self._replayed = rounds
+
+    def _own_replayed(self) -> OwnRound:
+        assert self._replayed is not None
+        if self.ended_rounds == len(self._replayed):
+            raise UsageError(
+                f"{option('replay')} must be the record of a run that is at least as long. Received: "
+                f"{len(self._replayed)} rounds, and more to make."
+            )
+        return self._replayed[self.ended_rounds]
 
     @property
     def _is_started(self) -> bool:
@@ -176,31 +228,30 @@ class ParameterAverager:
 
     def _is_due(self, pending: PendingAverage) -> bool:
         """Whether an average is due to be merged in the middle of a round."""
-        if self._config.fragment_delay is not None:
-            return pending.steps_since >= self._config.fragment_delay
+        if (delay := self._merge_delay()) is not None:
+            return pending.steps_since >= delay
         return self._merges_when_complete and pending.totals.is_done
 
     def _step_wait_free(self, stop: bool) -> bool:
-        if self._closing is None and (stop or self._steps >= self.every):
-            self._closing = self._is_ready()
-        if self._closing is None or not self._closing.is_done:
+        if not self._has_ended(stop):
             return False
-        self._closing.result()
-        self._closing = None
         self._end_round()
         return True
 
-    def _is_ready(self) -> BackgroundTask[Flats]:
-        """Announces that this rank is ready to end the round; completes in the background when all ranks are."""
-        return BackgroundTask(lambda: self._collectives.sum_tensors([tf.zeros([1])], "hvdtrain_round"), "round")
+    def _has_ended(self, stop: bool) -> bool:
+        is_ready = self._steps >= self.every
+        if self._agreement is None:
+            return is_ready
+        # The next average is sent when the last one has arrived: until then, nobody has to wait.
+        has_arrived = all(each.pending is None or each.pending.totals.is_done for each in self._fragments)
+        return self._agreement.has_ended(stop or (is_ready and has_arrived))
 
     def finish(self) -> None:
         """Makes the final averages. Collective: waits until all ranks have called it."""
         self._merge_pending()
         while not all(each.is_finished for each in self._fragments):
-            if self._config.wait_free:
-                (self._closing or self._is_ready()).result()
-                self._closing = None
+            if self._agreement is not None:
+                self._agreement.wait()
             self._end_round(finished=True)
             self._merge_pending()
 
@@ -245,6 +296,7 @@ class ParameterAverager:
             "fragments": [fragment.state() for fragment in self._fragments],
             "period": self._interval.state(),
             "rounds": self.rounds,
+            "ended_rounds": self.ended_rounds,
             "total_steps": self.total_steps,
             "total_samples": self.total_samples,
         }
@@ -291,56 +343,81 @@ class ParameterAverager:
 
     def _restore_common(self, state: Mapping[str, Any]) -> None:
         self._interval.restore(state["period"])
-        self.rounds = state["rounds"]
+        self.rounds, self.ended_rounds = state["rounds"], state["ended_rounds"]
         self.total_steps, self.total_samples = state["total_steps"], state["total_samples"]
 
     # For ranks that change.
 
     @property
     def position(self) -> tuple[int, int]:
-        """The number of completed rounds, and of the steps in the current one."""
-        return self.rounds, self._steps
+        """The number of completed averages, and of the steps since the fragment that is due longest was sent."""
+        return self.rounds, max(each.steps for each in self._fragments)
 
     def settle(self) -> None:
         """Ends what is under way: merges averages that are complete, and takes back what this rank has sent for others.
 
         Call it when the collectives have been cut, or are idle.
         """
-        if self._closing is not None:
-            self._closing.wait()
-            self._closing = None
+        self.disconnect()
         for fragment in self._fragments:
             if fragment.pending is not None:
                 if fragment.pending.totals.has_failed:
                     self._steps += fragment.take_back()
+                    self._schedule.go_back()
                 else:
                     self._merge(fragment)
 
-    def end_round(self, *, only_if_due: bool = False) -> None:
-        """Ends the round now, unless no step was made in it, and merges its average. All ranks must call it, at the
-        same step."""
+    def average_all(self) -> None:
+        """Averages all fragments now, and merges the averages. All ranks must call it, at the same step, or between
+        two rounds."""
         self._merge_pending()
-        if self._steps >= (self.every if only_if_due else 1):
+        # With wait_free, a rank that has just joined has made no step, and takes part.
+        if self._config.wait_free or any(each.steps for each in self._fragments):
+            for _ in self._fragments:
+                self._end_round()
+            self._merge_pending()
+
+    def end_round_if_due(self) -> None:
+        """Ends the round if it has its steps, and merges its average. All ranks must call it, at the same step."""
+        if self._steps >= self.every:
             self._end_round()
             self._merge_pending()
 
     def adopt(self, state: Mapping[str, Any]) -> None:
-        """Takes over the last average from a rank that has received it, where this rank's collectives failed.
+        """Takes over the last averages from a rank that has received them, where this rank's collectives failed.
 
         Args:
             state: what :meth:`state` returns on the other rank.
         """
         self._restore_common(state)
         for fragment, common in zip(self._fragments, state["fragments"], strict=True):
-            self._steps -= fragment.adopt(common)
+            if fragment.rounds < common["rounds"]:
+                self._steps -= fragment.adopt(common)
+                self._schedule.advance()
 
-    def start_round(self, state: Mapping[str, Any], *, missed_steps: int) -> None:
-        """Joins a round in progress from another rank's last average, after that rank has made ``missed_steps`` in
-        it."""
+    def round_in_progress(self) -> dict[str, Any]:
+        """The round that :meth:`start_round` joins on another rank."""
+        return {
+            "next": self._schedule.next,
+            "steps": self._steps,
+            "steps_of_fragments": [each.steps for each in self._fragments],
+        }
+
+    def start_round(self, state: Mapping[str, Any], in_progress: Mapping[str, Any], *, steps_since: int) -> None:
+        """Joins a round in progress from another rank's last averages.
+
+        Args:
+            state: what :meth:`state` returns on the other rank.
+            in_progress: what :meth:`round_in_progress` returns there.
+            steps_since: steps that ranks which make them together have made since.
+        """
         self._restore_common(state)
-        self._steps = missed_steps
-        for fragment, common in zip(self._fragments, state["fragments"], strict=True):
-            fragment.join(common, missed_steps)
+        self._schedule.next = in_progress["next"]
+        makes_own = self._config.wait_free
+        self._steps = 0 if makes_own else in_progress["steps"] + steps_since
+        missed = zip(self._fragments, state["fragments"], in_progress["steps_of_fragments"], strict=True)
+        for fragment, common, steps in missed:
+            fragment.join(common, 0 if makes_own else steps + steps_since)
 
     # Internals of a round.
 
@@ -351,11 +428,15 @@ class ParameterAverager:
         fragment = self._fragments[self._schedule.next]
         # One after the other: so the network is shared by no two of them.
         before = self._fragments[self._schedule.next - 1].pending
-        num_bytes = fragment.send(finished=finished, after=None if before is None else before.totals)
+        after = None if before is None else before.totals
+        num_bytes = fragment.send(finished=finished, after=after, round_steps=self._steps)
         self.bytes_reduced += num_bytes
         self.largest_round_bytes = max(self.largest_round_bytes, num_bytes)
         self._schedule.advance()
-        self._steps = 0
+        if not finished:
+            self._on_round_ended(OwnRound(self._steps, self._merged_after))
+        self.ended_rounds += 1
+        self._steps = self._merged_after = 0
         # With wait_free, ranks infer the progress of all from the averages merged so far: all must have merged the same
         # ones.
         assert fragment.pending is not None
@@ -376,6 +457,7 @@ class ParameterAverager:
         self._reducing_s += totals.duration_s
         facts = fragment.merge()
         self.rounds += 1
+        self._merged_after = pending.steps_since
         self.total_staleness_steps += pending.steps_since
         self.max_staleness_steps = max(self.max_staleness_steps, pending.steps_since)
         if fragment is self._fragments[-1]:
@@ -389,3 +471,12 @@ class ParameterAverager:
         if self._config.in_background and not all(each.is_finished for each in self._fragments):
             return False  # Another rank may not have merged it yet.
         return all(each.is_averaged for each in self._fragments)
+
+
+def _require_ranks(config: LocalSGDConfig, size: int) -> None:
+    if size == 1:
+        raise UsageError("wait_free needs at least 2 ranks. Received: 1 rank. Remove it.")
+    if config.round_quorum is not None and config.round_quorum > size:
+        raise UsageError(
+            f"{option('round_quorum')} must be at most the number of ranks. Received: {config.round_quorum} on {size}."
+        )

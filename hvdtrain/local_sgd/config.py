@@ -41,7 +41,13 @@ class LocalSGDConfig(Config):
     merge_alpha: float = 1.0
     """Weight of the average when it is merged with a rank's own parameters; 1: replace them by it."""
     wait_free: bool = False
-    """Do not wait for stragglers: faster ranks make more steps until the slowest has made its own."""
+    """Do not wait for stragglers: faster ranks make more steps until the slowest has made its own, or --round-quorum
+    have."""
+    round_quorum: int | None = None
+    """With --wait-free, end a round when this many ranks have made their steps; the others contribute those that they
+    have made (default: all)."""
+    round_grace: float = 0.25
+    """Once --round-quorum ranks have made their steps, give the others this fraction of the round's time so far."""
     sync_dtype: Literal["float32", "int8", "int4"] = "float32"
     """Data type in which displacements of weights are sent; integers with scales and error feedback."""
     sync_steps_first: int = 0
@@ -56,6 +62,8 @@ class LocalSGDConfig(Config):
         cycle = f"at least 1 and at most {option('sync_every')} ({self.sync_every})"
         for name in ("fragments", "fragment_delay"):
             require(self, name, lambda value: 1 <= value <= self.sync_every, cycle)
+        require(self, "round_quorum", lambda value: value >= 1, "at least 1")
+        require(self, "round_grace", lambda value: 0 <= value <= 10, "from 0 to 10")
         require(self, "merge_alpha", lambda value: 0 < value <= 1, "above 0 and at most 1")
         require(self, "outer_learning_rate", lambda value: 0 < value <= 2, "above 0 and at most 2")
         require(

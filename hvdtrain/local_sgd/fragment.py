@@ -32,6 +32,8 @@ class Contribution:
     steps: int
     missed_steps: int
     loss: float
+    round_steps: int
+    """Steps of the round at whose end it was sent."""
 
 
 @dataclasses.dataclass
@@ -80,6 +82,8 @@ class Fragment:
         """Steps since this fragment was sent."""
         self._loss = 0.0
         self._num_finished = 0
+        self.rounds = 0
+        """Averages of this fragment that are part of the anchor."""
 
     @property
     def is_started(self) -> bool:
@@ -107,12 +111,13 @@ class Fragment:
         if self.pending is not None:
             self.pending.steps_since += steps
 
-    def send(self, *, finished: bool, after: Totals | None) -> int:
+    def send(self, *, finished: bool, after: Totals | None, round_steps: int) -> int:
         """Starts the allreduce of this round; returns the bytes passed to it.
 
         Args:
             finished: this rank makes no more steps.
             after: an allreduce in the background that must be complete before this one starts.
+            round_steps: see :class:`Contribution`.
         """
         assert self._start is not None
         assert self.pending is None
@@ -120,7 +125,7 @@ class Fragment:
         self._require_own_finite(sent)
         message = self._message(sent, self._start, finished)
         samples = self._samples
-        self._contribution = Contribution(sent, samples, self.steps, self._missed_steps, self._loss)
+        self._contribution = Contribution(sent, samples, self.steps, self._missed_steps, self._loss, round_steps)
 
         def reduce() -> Flats:
             if after is not None:
@@ -160,6 +165,7 @@ class Fragment:
         self._flats.assign([begin + (now - sent) for begin, now, sent in since] or start)
         self._anchor, self._start, self.pending = anchor, start, None
         self._contribution = None
+        self.rounds += 1
         self._sum.merged()
         return facts
 
@@ -199,6 +205,7 @@ class Fragment:
         return {
             "anchor": None if self._anchor is None else arrays(self._anchor),
             "velocity": arrays(self._velocity),
+            "rounds": self.rounds,
         }
 
     def rank_state(self) -> dict[str, Any]:
@@ -226,7 +233,7 @@ class Fragment:
         Args:
             rank_state: None if the number of ranks has changed: only the velocity is kept.
         """
-        self._velocity = _tensors(state["velocity"])
+        self._velocity, self.rounds = _tensors(state["velocity"]), state["rounds"]
         if rank_state is None or state["anchor"] is None:
             return
         self._anchor = self._start = _tensors(state["anchor"])
@@ -248,19 +255,19 @@ class Fragment:
     # For ranks that change.
 
     def take_back(self) -> int:
-        """Counts what this rank has sent in the current round again: the allreduce has failed. Returns its steps."""
+        """Counts what this rank has sent again: the allreduce has failed. Returns the steps of its round."""
         assert self._contribution is not None
         taken, self.pending = self._contribution, None
         self._samples += taken.samples
         self.steps += taken.steps
         self._missed_steps += taken.missed_steps
         self._loss += taken.loss
-        return taken.steps
+        return taken.round_steps
 
     def adopt(self, state: Mapping[str, Any]) -> int:
         """Takes over the average to which this rank has contributed, from another rank, which has received it.
 
-        Steps made since it was sent are kept. Returns those that are not counted any more.
+        Steps made since it was sent are kept. Returns the steps of the round at whose end it was sent.
 
         Args:
             state: what :meth:`state` returns on the other rank.
@@ -268,6 +275,7 @@ class Fragment:
         assert self._contribution is not None
         added, self._contribution = self._contribution, None
         self._anchor, self._velocity = _tensors(state["anchor"]), _tensors(state["velocity"])
+        self.rounds = state["rounds"]
         self._start = self._anchor
         if self._alpha < 1:
             self._start = [self._start_of(a, sent) for a, sent in zip(self._anchor, added.sent, strict=True)]
@@ -278,7 +286,7 @@ class Fragment:
         self._missed_steps -= added.missed_steps
         self._loss -= added.loss
         self._sum.restore(None)
-        return added.steps
+        return added.round_steps
 
     def _require_finite(self, totals: Flats) -> None:
         """Raises NonFiniteError on every rank if a replica would make all others non-finite."""

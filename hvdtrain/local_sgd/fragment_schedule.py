@@ -24,3 +24,7 @@ class FragmentSchedule:
     def advance(self) -> None:
         """Begins the next round."""
         self.next = (self.next + 1) % self._count
+
+    def go_back(self) -> None:
+        """Returns to the round before: its average has failed."""
+        self.next = (self.next - 1) % self._count

@@ -82,10 +82,6 @@ class QuorumConfig(Config):
     max_missed_updates: int = 16
     """Wait for a rank that has missed this many updates in a row. It keeps these in memory, each as large as the
     gradients."""
-    record: str | None = None
-    """File in which rank 0 records who contributed to each update."""
-    replay: str | None = None
-    """Repeat a run with the contributors that --record wrote to this file, instead of those that are ready first."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +94,17 @@ class QuorumConfig(Config):
     def is_active(self) -> bool:
         """Whether steps close before all ranks are ready."""
         return self.quorum is not None
+
+
+@Parameter(name="*", group=help_group("Replay (--quorum or --wait-free)"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordConfig(Config):
+    """How a run whose result depends on the ranks' timing is repeated."""
+
+    record: str | None = None
+    """File in which rank 0 records who contributed to each update, or what each rank did in each round."""
+    replay: str | None = None
+    """Repeat the run that --record wrote to this file: its timing decides instead of that of these ranks."""
 
 
 def _are_shares(text: str) -> bool:
@@ -141,6 +148,8 @@ class StepConfig(Config):
     """How samples are assigned to ranks of different speed."""
     stragglers: QuorumConfig = dataclasses.field(default_factory=QuorumConfig)
     """How many ranks a step waits for."""
+    recording: RecordConfig = dataclasses.field(default_factory=RecordConfig)
+    """How a run without waiting for all ranks is repeated."""
     guards: GuardConfig = dataclasses.field(default_factory=GuardConfig)
     """Options of checks during the run."""
 
@@ -153,7 +162,7 @@ class StepConfig(Config):
 
 def sync_config(config: StepConfig) -> StepConfig:
     """The same steps in sync mode, made by all ranks together: without options of local SGD and --quorum."""
-    left_out = ("mode", "local_sgd", "stragglers")
+    left_out = ("mode", "local_sgd", "stragglers", "recording")
     names = [field.name for field in dataclasses.fields(StepConfig) if field.name not in left_out]
     return StepConfig(**{name: getattr(config, name) for name in names})
 

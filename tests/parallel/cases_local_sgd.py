@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -32,6 +34,8 @@ from hvdtrain.data import Arrays
 from hvdtrain.errors import JobError, UsageError
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.local_sgd import fragment as fragment_module
+from hvdtrain.local_sgd.facts import SAMPLES
+from hvdtrain.local_sgd.fragment import Fragment
 from hvdtrain.system.background import BackgroundTask, ImmediateTask
 from hvdtrain.training.equality import scheduled_check
 from hvdtrain.training.step_runner import StepRunner
@@ -476,11 +480,12 @@ def assert_each_step_has_counted_once(member: Member) -> None:
 
 def test_a_member_that_waits_for_no_other_takes_over_what_it_missed(monkeypatch):
     with monkeypatch.context() as patch:
-        failing(patch, fails=RANK == 0, after=1)  # The first of two sums ends the round.
+        failing(patch, fails=RANK == 0)
         member = Member(steps=1, wait_free=True)
         if RANK == 0:
             member.parts.train_step.run(1)
             member.parts.strategy.average_if_due(1)
+        COLLECTIVES.barrier()
         steps = member.parts.train_step.steps_made
         member.settle()
     assert member.parts.train_step.steps_made == steps
@@ -498,11 +503,132 @@ def test_a_round_without_waiting_that_could_not_end_goes_on(monkeypatch):
     with monkeypatch.context() as patch:
         failing(patch, fails=True)
         with pytest.raises(RuntimeError):
-            member.train(1)
+            member.train(2)
     member.settle()
     assert member.parts.strategy.position[0] == 0
     member.train(2)
     assert_each_step_has_counted_once(member)
+
+
+FRAGMENTS = {"overlap": True, "fragments": 2, "fragment_delay": 2}
+"""One of two layers is sent after every second step, and merged two steps later."""
+
+
+@pytest.fixture
+def averaged_samples(monkeypatch) -> Callable[[], list[int]]:
+    """Returns the samples of all ranks that are part of each fragment's anchor."""
+    merge, found = Fragment.merge, defaultdict(int)
+
+    def merge_and_count(self):
+        facts = merge(self)
+        found[self._name] += round(facts[SAMPLES])
+        return facts
+
+    monkeypatch.setattr(Fragment, "merge", merge_and_count)
+    # A rank that has missed an average has not counted it.
+    return lambda: np.max(COLLECTIVES.allgather([found[name] for name in sorted(found)]), axis=0).tolist()
+
+
+def samples_of_all(member: Member, first: int = 0) -> int:
+    steps = member.parts.train_step.steps_made - first
+    return sum(COLLECTIVES.allgather(member.parts.feed.plan.own_samples(first, steps)))
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_member_that_missed_the_average_of_a_fragment_takes_it_over(alpha, averaged_samples, monkeypatch):
+    """The first layer is sent at step 2 and received by all, the second one at step 4 and by some; none is merged."""
+    options = {**FRAGMENTS, "fragment_delay": 3, "merge_alpha": alpha}
+    with monkeypatch.context() as patch:
+        failing(patch, fails=RANK == 0, after=1)
+        member = Member(steps=4, **options)
+        member.parts.strategy.settle()
+    assert COLLECTIVES.allgather(member.parts.strategy.position) == [(1, 4), *[(2, 2)] * (SIZE - 1)]
+    member.settle()
+    member.train(7)
+    member.parts.strategy.finish()
+    assert averaged_samples() == [samples_of_all(member)] * 2
+    expected = Member(steps=4, **options)
+    expected.settle()
+    expected.train(7)
+    expected.parts.strategy.finish()
+    member.assert_equals(expected)
+    assert equal_on_all_ranks(values(member.model.weights))
+
+
+@pytest.mark.parametrize("received", [0, 1, 2])
+def test_averages_of_fragments_that_no_member_received_are_repeated(received, averaged_samples, monkeypatch):
+    """Of the two that are on their way after step 4."""
+    with monkeypatch.context() as patch:
+        failing(patch, fails=True, after=received)
+        member = Member(steps=4, **{**FRAGMENTS, "fragment_delay": 4})
+        member.parts.strategy.settle()
+    strategy = member.parts.strategy
+    assert strategy.position == (received, 4 if received < 2 else 2)
+    member.settle()
+    # The first one that is overdue is sent at once; a second one two steps later.
+    assert strategy.position == [(1, 4), (2, 2), (2, 2)][received]
+    member.train(3)
+    strategy.finish()
+    assert averaged_samples() == [samples_of_all(member)] * 2
+    assert equal_on_all_ranks(values(member.model.weights))
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.parametrize("options", [FRAGMENTS, {"fragments": 2}], ids=["in the background", "waiting"])
+def test_a_newcomer_starts_at_the_last_average_of_each_fragment(options, steps, averaged_samples):
+    member = Member(steps=steps, **options)
+    if RANK == 0:
+        member.parts.strategy._averager._schedule.next = 0  # as in a process that has just started
+    member.settle(has_state=RANK > 0, num_lost=0)
+    strategy = member.parts.strategy
+    assert strategy.position == (steps // 2, 3)
+    member.parts.restart_with(member.parts.feed.plan)
+    member.train(4)
+    assert strategy.position == (steps // 2 + (1 if "overlap" in options else 2), 3)
+    with strategy.synchronized():
+        assert equal_on_all_ranks(values(member.model.weights))
+    strategy.finish()
+    assert equal_on_all_ranks(values(member.model.weights))
+    # The first layer was averaged after step 2, the second one after step 4, if at all: later steps of rank 0 are lost.
+    averaged = (2, 4 if steps == 5 else 0)
+    lost = [member.parts.feed.plan.own_samples(first, steps - first) for first in averaged]
+    assert averaged_samples() == [samples_of_all(member) - COLLECTIVES.allgather(each)[0] for each in lost]
+
+
+def test_members_that_leave_lose_no_step_of_any_fragment(averaged_samples):
+    member = Member(steps=5, **FRAGMENTS)
+    member.parts.strategy.end_round()
+    assert member.parts.strategy.position == (4, 0)
+    assert equal_on_all_ranks(values(member.model.weights))
+    assert averaged_samples() == [samples_of_all(member)] * 2
+
+
+@pytest.mark.parametrize("all_fail", [False, True])
+def test_fragments_without_waiting_survive_a_lost_average(all_fail, averaged_samples, monkeypatch):
+    """The average of the second layer fails on some ranks, or on all."""
+    with monkeypatch.context() as patch:
+        failing(patch, fails=all_fail or RANK == 0, after=1)
+        member = Member(steps=1, wait_free=True, fragments=2)
+        member.parts.strategy.settle()
+    member.settle()
+    assert member.parts.strategy.position[0] == (1 if all_fail else 2)
+    member.train(2)
+    member.parts.strategy.finish()
+    assert averaged_samples() == [samples_of_all(member)] * 2
+    assert equal_on_all_ranks(values(member.model.weights))
+
+
+def test_a_newcomer_and_ranks_that_do_not_wait_average_before_the_next_change():
+    """The others have made steps of their own in the round, the newcomer none: all take part."""
+    member = Member(wait_free=True)
+    if RANK > 0:
+        member.parts.train_step.run(1)
+        member.parts.strategy.average_if_due(1)
+    COLLECTIVES.barrier()
+    member.settle(has_state=RANK > 0)
+    member.parts.strategy.end_round()
+    assert member.parts.strategy.position == (1, 0)
+    assert equal_on_all_ranks(values(member.model.weights))
 
 
 def test_a_view_of_the_averaged_model_that_fails_leaves_the_weights_of_a_rank(monkeypatch):

@@ -10,8 +10,10 @@ settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 ``HVDTRAIN_TEST_SAMPLES`` names a folder, in which each process notes the samples of each step that it makes beside
 others; such steps take at least ``HVDTRAIN_TEST_STEP_S`` seconds. In local mode, callbacks do not see each step.
+``HVDTRAIN_TEST_AVERAGES`` names a folder, in which each process notes the digest of each average that it receives.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ import hvdtrain
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.optimizers import leaves_of
+from hvdtrain.local_sgd.fragment import Fragment
 from hvdtrain.tasks import digits
 from hvdtrain.training.joining import Joining
 
@@ -85,6 +88,23 @@ def _with_events(owner: type, method: str, where: str) -> None:
 
     setattr(owner, method, call)
 
+
+def _noting_averages(method: str) -> None:
+    plain = getattr(Fragment, method)
+
+    def call(self, *args, **options):
+        result = plain(self, *args, **options)
+        digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in self._anchor)).hexdigest()
+        with Path(os.environ["HVDTRAIN_TEST_AVERAGES"], f"{os.getpid()}.txt").open("a") as file:
+            file.write(f"{self._name} {self.rounds} {digest}\n")
+        return result
+
+    setattr(Fragment, method, call)
+
+
+if "HVDTRAIN_TEST_AVERAGES" in os.environ:
+    for each in ("merge", "adopt", "join"):
+        _noting_averages(each)
 
 if events():
     _with_events(ElasticCollectives, "restart", "connect")

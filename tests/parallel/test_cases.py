@@ -16,7 +16,7 @@ JOBS = {
     ("fit+equality", 2): 57,
     ("after_training+own_values", 2): 62,
     ("resume", 2): 12,
-    ("local_sgd", 2): 26,
+    ("local_sgd+rounds", 2): 53,
     ("subsets", 4): 13,
     ("quorum", 2): 10,
     ("compression+sharded_optimizer", 2): 55,
@@ -29,7 +29,7 @@ LONG_JOBS |= {("options", 1): 22, ("optimizer+balancing", 4): 44, ("numerics+lar
 LONG_JOBS |= {
     ("fit+equality", 4): 45,
     ("after_training+own_values", 3): 62,
-    ("local_sgd", 4): 30,
+    ("local_sgd+rounds", 4): 60,
     ("numerics+large_messages", 4): 36,
     ("resume", 4): 15,
     ("sharded_tables+embedding_groups+table_checkpoints", 2): 52,

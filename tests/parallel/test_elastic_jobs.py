@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, summary, train_alone
+from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, compared_averages, summary, train_alone
 from launcher import LONG, ROOT, TESTS, Finished, Job
 
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
@@ -35,14 +35,18 @@ class ElasticJob(Job):
         folder.mkdir(exist_ok=True)
         (folder / "events.json").write_text(json.dumps(events))
         self.folder = folder
+        self.averages = folder / "averages"
+        self.averages.mkdir()
         os.environ["HVDTRAIN_TEST_EVENTS"] = str(folder / "events.json")
         os.environ["HVDTRAIN_TEST_STEP_S"] = "0.01"
+        os.environ["HVDTRAIN_TEST_AVERAGES"] = str(self.averages)
         try:
             command = [sys.executable, "-m", "hvdtrain", "elastic", members, *elastic]
             train = [*TRAIN, "--run-dir", str(folder / "run"), *length, *options]
             super().__init__([*command, *train], ranks=0, launcher="")
         finally:
-            del os.environ["HVDTRAIN_TEST_EVENTS"], os.environ["HVDTRAIN_TEST_STEP_S"]
+            for name in ("EVENTS", "STEP_S", "AVERAGES"):
+                del os.environ[f"HVDTRAIN_TEST_{name}"]
 
     def happened(self) -> int:
         return len(list(self.folder.glob("events.json.*")))
@@ -264,9 +268,18 @@ def test_local_sgd_loses_only_what_lost_ranks_did_not_average(tmp_path):
     assert found["steps"] == 130
 
 
-def test_averages_in_the_background_survive_lost_ranks(tmp_path):
+def assert_equal_averages(job: ElasticJob, at_least: int) -> None:
+    """Each average is bit-identical in all processes that received it."""
+    compared = compared_averages(job.averages)
+    assert not compared.differing, compared
+    assert compared.shared >= at_least, compared
+
+
+@pytest.mark.parametrize("more", [["--fragments", "2"], LONG([], id="whole models")])
+def test_averages_in_the_background_survive_lost_ranks(more, tmp_path):
     events = [[30, 2, "SIGKILL", "within"], [61, 0, "SIGKILL", "before"], [100, 1, "SIGTERM", "before"]]
     options = ["--mode", "local", "--sync-every", "8", "--overlap", "--outer", "nesterov", "--learning-rate", "0.01"]
+    options += more
     ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "160")))
     assert ended.code == 0, ended.output
     assert job.happened() == 3
@@ -274,14 +287,16 @@ def test_averages_in_the_background_survive_lost_ranks(tmp_path):
     lines = [line for line in ended.output.splitlines() if "local step(s) of 1 rank(s)" in line]
     # A round in which a rank is lost has up to twice as many steps: those whose average failed, and those since.
     assert 0 < found["lost_steps"] < len(lines) * 16
+    assert_equal_averages(job, at_least=10)
     assert found["steps"] == 160
     assert found["samples"] == 5 * 1437 + 10 * GLOBAL_BATCH
     assert found["eval"]["accuracy"] > 0.9
 
 
-def test_a_job_without_waiting_survives_lost_ranks(tmp_path):
+@pytest.mark.parametrize("more", [["--fragments", "2", "--round-quorum", "2"], LONG([], id="whole models")])
+def test_a_job_without_waiting_survives_lost_ranks(more, tmp_path):
     events = [[30, 1, "SIGTERM", "from"], [60, 0, "SIGKILL", "from"]]
-    options = ["--mode", "local", "--sync-every", "8", "--wait-free", "--learning-rate", "0.01"]
+    options = ["--mode", "local", "--sync-every", "8", "--wait-free", "--learning-rate", "0.01", *more]
     ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "160")))
     assert ended.code == 0, ended.output
     assert job.happened() == 2
@@ -289,6 +304,7 @@ def test_a_job_without_waiting_survives_lost_ranks(tmp_path):
     found = summary(tmp_path / "run")
     assert found["steps"] == 160
     assert found["eval"]["accuracy"] > 0.9
+    assert_equal_averages(job, at_least=3)
 
 
 @pytest.mark.long

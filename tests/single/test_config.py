@@ -106,7 +106,13 @@ def test_a_broken_rule_is_named(values, message):
         ({"merge_alpha": 0.0}, "merge_alpha must be above 0 and at most 1"),
         ({"merge_alpha": 1.5}, "merge_alpha must be above 0 and at most 1"),
         ({"merge_alpha": 0.5, "average_slots": "average"}, "merge_alpha excludes average_slots='average'"),
-        ({"wait_free": True, "fragments": 2}, "wait_free=True excludes fragments"),
+        (
+            {"wait_free": True, "overlap": True, "fragment_delay": 2},
+            "wait_free=True excludes fragment_delay",
+        ),
+        ({"round_quorum": 2}, "round_quorum needs wait_free=True"),
+        ({"wait_free": True, "round_grace": 0.5}, "round_grace needs round_quorum"),
+        ({"wait_free": True, "round_quorum": 0}, "round_quorum must be at least 1"),
         ({"fragments": 2, "sync_schedule": "adacomm"}, "sync_schedule='adacomm' excludes fragments"),
     ],
 )

@@ -22,7 +22,7 @@ VALUES = {
     **{"bad_samples": 1, "shares": "2,1", "balance_every": 7, "max_batch_size": 64, "quorum": 1, "step_deadline": 9.0},
     **{"step_grace": 0.5, "max_missed_updates": 8, "record": "file", "replay": "file", "sync_every": 4},
     **{"outer_learning_rate": 0.5, "outer_momentum": 0.5, "sync_dtype": "int4", "sync_steps_first": 5},
-    **{"fragments": 2, "fragment_delay": 3, "merge_alpha": 0.5},
+    **{"fragments": 2, "fragment_delay": 3, "merge_alpha": 0.5, "round_quorum": 1, "round_grace": 0.5},
     **{"compression": "fp16", "compression_after": 2, "groups": 2, "clip_norm": 1.0, "clip_value": 1.0, "ema": 0.9},
     **{"lr_scaling": "linear", "lr_decay": "cosine", "warmup_steps": 2, "lr_decay_steps": 3, "lr_decay_epochs": 3},
     **{"checkpoint": "path", "link_mbit": 1.0, "link_latency_ms": 1.0, "within_mbit": 1.0, "within_latency_ms": 1.0},

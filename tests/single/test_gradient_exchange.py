@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.fault_tolerance.channel import Channel, Connection, wait_for
-from hvdtrain.training.quorum.closing import ClosingRule
+from hvdtrain.fault_tolerance.closing import ClosingRule
 from hvdtrain.training.quorum.exchange import GradientExchange
 
 ZEROS, OWN = [tf.zeros(2)], [tf.ones(2)]

@@ -232,12 +232,12 @@ def test_a_step_that_is_not_finite_decays_no_weights():
 @pytest.mark.parametrize(
     ("op", "options", "refused"),
     [
-        ("average", {"mode": "local", "sync_every": 4, "fragments": 2}, "fragments"),
+        ("average", {"mode": "local", "wait_free": True, "record": "file"}, "record"),
         ("average", {"mode": "local", "sync_steps_first": 3}, "sync_steps_first"),
         ("sum", {}, "op='sum' with a loss that is a mean over samples"),
         ("average", {"mode": "local"}, None),
         ("average", {"mode": "local", "overlap": True}, None),
-        ("average", {"mode": "local", "wait_free": True}, None),
+        ("average", {"mode": "local", "wait_free": True, "sync_every": 4, "fragments": 2}, None),
         ("average", {}, None),
     ],
 )

@@ -17,12 +17,13 @@ from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
+from hvdtrain.fault_tolerance.closing import ClosingRule, OpenUpdate, Ready
 from hvdtrain.training.config import QuorumConfig
-from hvdtrain.training.quorum.closing import ClosingRule, OpenUpdate, Ready
-from hvdtrain.training.quorum.contributions import ContributionFile, read_contributions
+from hvdtrain.training.quorum.contributions import read_contributions
 from hvdtrain.training.quorum.feed import QuorumFeed
 from hvdtrain.training.quorum.ledger import QuorumLedger
 from hvdtrain.training.quorum.shares import EpochShares
+from hvdtrain.training.record_file import RecordFile
 
 hvdtrain.init()
 
@@ -256,19 +257,19 @@ def test_a_late_micro_batch_is_kept_and_the_rest_is_read_by_number():
 
 def test_contributions_are_recorded_and_continued(tmp_path):
     path = str(tmp_path / "a" / "contributions.jsonl")
-    file = ContributionFile(path, 3)
+    file = RecordFile(path, 3, "updates")
     file.start(0)
     for each in ((0, 1), (2,), (0, 1, 2)):
         file.add(each)
     file.close()
     assert read_contributions(path, 3) == [(0, 1), (2,), (0, 1, 2)]
-    again = ContributionFile(path, 3)
+    again = RecordFile(path, 3, "updates")
     again.start(2)
     again.add((1,))
     again.close()
     assert read_contributions(path, 3) == [(0, 1), (2,), (1,)]
     with pytest.raises(UsageError, match=r"3 updates of 7"):
-        ContributionFile(path, 3).start(7)
+        RecordFile(path, 3, "updates").start(7)
     with pytest.raises(UsageError, match=r"the recorded number of ranks\. Received: .*, of 3 ranks, on 2\."):
         read_contributions(path, 2)
     for line in ("[0, 3]", "[1, 1]", "[1, 0]", "[true]", "[1.0]", "[]"):
@@ -281,7 +282,7 @@ def test_contributions_are_recorded_and_continued(tmp_path):
 
 
 def test_a_record_that_cannot_be_written_ends_and_training_continues(capfd):
-    file = ContributionFile("/dev/full", 2)
+    file = RecordFile("/dev/full", 2, "updates")
     file.start(0)
     file.add((0, 1))
     file.flush()
@@ -295,7 +296,7 @@ def test_a_record_that_cannot_be_written_ends_and_training_continues(capfd):
 
 def test_a_killed_run_leaves_the_contributions_up_to_its_checkpoint(tmp_path):
     path = tmp_path / "contributions.jsonl"
-    file = ContributionFile(str(path), 2)
+    file = RecordFile(str(path), 2, "updates")
     file.start(0)
     for _ in range(3):
         file.add((0, 1))
@@ -304,12 +305,12 @@ def test_a_killed_run_leaves_the_contributions_up_to_its_checkpoint(tmp_path):
     with path.open("a") as block:
         block.write("[0,")
     assert read_contributions(str(path), 2) == [(0, 1)] * 3
-    resumed = ContributionFile(str(path), 2)
+    resumed = RecordFile(str(path), 2, "updates")
     resumed.start(2)
     resumed.add((1,))
     # Killed before it has saved anything: nothing was flushed.
     assert read_contributions(str(path), 2) == [(0, 1)] * 2
-    ContributionFile(str(path), 2).start(2)
+    RecordFile(str(path), 2, "updates").start(2)
 
 
 def test_a_replay_of_another_run_is_refused():

@@ -1,113 +1,28 @@
-"""Who contributed to each update, in a file: written while training, and read to repeat the run."""
+"""Who contributed to each update, read from a record to repeat the run."""
 
-import contextlib
-import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TextIO
+from typing import Any
 
-from hvdtrain.config.wording import option
 from hvdtrain.errors import UsageError
-from hvdtrain.system.terminal import report
 from hvdtrain.training.quorum.ledger import Contributors
-
-
-class ContributionFile:
-    """Writes a line for each update: the ranks that contributed, as a JSON list; before them, the number of ranks."""
-
-    def __init__(self, path: str, num_ranks: int):
-        self._path = Path(path)
-        self._num_ranks = num_ranks
-        self._file: TextIO | None = None
-
-    def start(self, updates: int) -> None:
-        """Continues after this many updates; what the file holds of later ones is dropped.
-
-        Raises:
-            UsageError: the file holds fewer, or is of a different number of ranks.
-        """
-        if updates:
-            found = len(read_contributions(str(self._path), self._num_ranks))
-            if found < updates:
-                raise UsageError(
-                    f"{option('record')} must continue the file of the resumed run. Received: {self._path} with "
-                    f"{found} updates of {updates}. Leave {option('record')} out, or start the run from the beginning."
-                )
-            # In place: a run that is killed before it saves again will need these lines.
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            os.truncate(self._path, sum(len(line) for line in lines[: 1 + updates]))
-            self._file = self._path.open("a", encoding="utf-8")
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("w", encoding="utf-8")
-        self._file.write(json.dumps({"ranks": self._num_ranks}) + "\n")
-
-    def add(self, contributors: Contributors) -> None:
-        """Appends an update."""
-        if self._file is not None:
-            with self._ended_if_full():
-                self._file.write(json.dumps(list(contributors)) + "\n")
-
-    def flush(self) -> None:
-        """Writes what is buffered; call it when a checkpoint is saved."""
-        if self._file is not None:
-            with self._ended_if_full():
-                self._file.flush()
-
-    def close(self) -> None:
-        """Ends the file."""
-        if self._file is not None:
-            with self._ended_if_full():
-                self._file.close()
-            self._file = None
-
-    @contextlib.contextmanager
-    def _ended_if_full(self) -> Iterator[None]:
-        """Gives the record up, not the training and its checkpoints."""
-        try:
-            yield
-        except OSError as error:
-            file, self._file = self._file, None
-            with contextlib.suppress(OSError):
-                if file is not None:
-                    file.close()
-            report(
-                0,
-                f"{option('record')} must be a file that can be written. Received: {self._path} ({error.strerror}). It "
-                "ends here, and cannot be replayed to the end; training continues.",
-            )
-
-
-def _are_ranks(contributors: Contributors, num_ranks: int) -> bool:
-    are_numbers = all(type(each) is int for each in contributors)
-    return are_numbers and list(contributors) == sorted(set(contributors) & set(range(num_ranks)))
+from hvdtrain.training.record_file import read_record
 
 
 def read_contributions(path: str, num_ranks: int) -> list[Contributors]:
-    """The contributors of each update in a file of :class:`ContributionFile`.
-
-    An incomplete last line, as a killed run may leave, is ignored.
+    """The contributors of each update in a file of :class:`~hvdtrain.training.record_file.RecordFile`.
 
     Raises:
         UsageError: it cannot be read, or is of a different number of ranks.
     """
-    try:
-        head, *lines, _ = Path(path).read_text("utf-8").split("\n")
-        ranks = json.loads(head)["ranks"]
-        found = [tuple(json.loads(line)) for line in lines]
-        is_valid = all(each and _are_ranks(each, ranks) for each in found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    found = read_record(path, num_ranks)
+    if not all(_are_ranks(each, num_ranks) for each in found):
         raise UsageError(
-            f"contributions must be in a file that {option('record')} wrote. Received: {path} ({error})"
-        ) from error
-    if not is_valid:
-        raise UsageError(
-            f"contributions must be lists of ranks below {ranks}, in order and each once. Received: others in {path}"
+            f"contributions must be lists of ranks below {num_ranks}, in order and each once. Received: others in "
+            f"{path}. Record the run again."
         )
-    if ranks != num_ranks:
-        raise UsageError(
-            f"{option('replay')} must use the recorded number of ranks. Received: "
-            f"{path}, of {ranks} ranks, on {num_ranks}."
-        )
-    return found
+    return [tuple(each) for each in found]
+
+
+def _are_ranks(found: Any, num_ranks: int) -> bool:
+    if not isinstance(found, list) or not found or not all(type(each) is int for each in found):
+        return False
+    return found == sorted(set(found) & set(range(num_ranks)))

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.fault_tolerance.channel import Channel, Connection, wait_for
+from hvdtrain.fault_tolerance.closing import ClosingRule, OpenUpdate
 from hvdtrain.system.background import BackgroundTask
-from hvdtrain.training.quorum.closing import ClosingRule, OpenUpdate
 
 Buckets = Sequence[tf.Tensor]
 

@@ -6,8 +6,8 @@ from typing import Any
 from hvdtrain.config.wording import option
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.errors import UsageError
+from hvdtrain.fault_tolerance.closing import ClosingRule
 from hvdtrain.training.config import QuorumConfig
-from hvdtrain.training.quorum.closing import ClosingRule
 from hvdtrain.training.quorum.shares import EpochShares
 
 Contributors = tuple[int, ...]

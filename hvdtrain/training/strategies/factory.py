@@ -15,10 +15,10 @@ def make_strategy(context: StrategyContext, config: StepConfig, *, total_steps: 
         UsageError: it does not suit the ranks.
     """
     if config.stragglers.is_active:
-        return QuorumStrategy(context, config.stragglers)
+        return QuorumStrategy(context, config.stragglers, config.recording)
     if config.mode == "sync":
         return SyncStrategy(context)
-    local = LocalStrategy(context, config.local_sgd, total_steps)
+    local = LocalStrategy(context, config.local_sgd, config.recording, total_steps)
     if config.local_sgd.sync_steps_first == 0:
         return local
     return PostLocalStrategy(SyncStrategy(context), local, config.local_sgd.sync_steps_first, context.progress)

@@ -12,13 +12,16 @@ from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.snapshot import host_tensor
 from hvdtrain.errors import UsageError
-from hvdtrain.local_sgd.averager import ParameterAverager
+from hvdtrain.local_sgd.averager import OwnRound, ParameterAverager
 from hvdtrain.local_sgd.config import LocalSGDConfig
 from hvdtrain.optim.pipeline import in_scope
 from hvdtrain.seams import keras_internals
 from hvdtrain.system import devices
 from hvdtrain.system.terminal import report
+from hvdtrain.training.config import RecordConfig
+from hvdtrain.training.joining import MembershipChange
 from hvdtrain.training.metrics import LossOfSteps
+from hvdtrain.training.round_record import RoundRecord, read_own_rounds
 from hvdtrain.training.strategies.strategy import Place, Strategy, StrategyContext
 
 
@@ -29,7 +32,7 @@ class LocalStrategy(Strategy):
     marks: tuple[int, ...] = ()
     ranks_are_independent = True
 
-    def __init__(self, context: StrategyContext, config: LocalSGDConfig, total_steps: int):
+    def __init__(self, context: StrategyContext, config: LocalSGDConfig, recording: RecordConfig, total_steps: int):
         self._model = context.model
         self._plan = context.plan
         self._progress = context.progress
@@ -39,12 +42,15 @@ class LocalStrategy(Strategy):
         self._config = config
         self._total_steps = total_steps
         self.in_lockstep = not config.wait_free
+        self._replay = recording.replay
+        self._record = None if recording.record is None else RoundRecord(recording.record, self._collectives)
         self._averager = ParameterAverager(
             self._model,
             config,
             collectives=self._collectives,
             deterministic=devices.is_deterministic(),
             starts=False,
+            on_round_ended=self._round_ended,
         )
         self._own_collectives = SingleProcessCollectives(self._collectives.rank)
         self._counted_from = config.sync_steps_first, 0
@@ -58,9 +64,17 @@ class LocalStrategy(Strategy):
 
     def start(self) -> None:
         """From here on ranks train independently."""
+        if self._replay is not None:
+            self._averager.replay(read_own_rounds(self._replay, self._collectives))
+        if self._record is not None:
+            self._record.start(self._averager.ended_rounds)
         self._train_step.train_over(self._step_collectives())
         with in_scope(self._train_step.pipelines):
             self._averager.start()
+
+    def _round_ended(self, own: OwnRound) -> None:
+        if self._record is not None:
+            self._record.add(own)
 
     def _step_collectives(self) -> Collectives:
         """The ranks whose gradients are still averaged at every step."""
@@ -85,14 +99,16 @@ class LocalStrategy(Strategy):
         self.average_if_due(steps)
 
     def _run_round(self) -> None:
-        """Makes steps until every rank has made its own number; faster ranks make more."""
+        """Makes the rounds of a cycle: in each, steps until all ranks end it; faster ranks make more."""
         progress = self._progress
         is_open = True
         while is_open:
             steps = min(self._train_step.max_steps, self._averager.steps_until_due)
             self._job_watch.heartbeat("training", progress.step)
+            if self._job_watch.is_cut:
+                raise MembershipChange
             self._make_steps(steps)
-            is_open = not self.average_if_due(steps)
+            is_open = not (self.average_if_due(steps) and self._averager.is_between_cycles)
         progress.step = min(self._total_steps, max(progress.step, self._steps_of_all()))
         for leaf in leaves_of(self._model):
             # A learning-rate schedule follows the progress of the run, not the speed of this rank.
@@ -130,6 +146,8 @@ class LocalStrategy(Strategy):
     def finish(self) -> None:
         if not self._averager.in_sync:
             self._averager.finish()
+        if self._record is not None:
+            self._record.write()
         self.compare_replicas()
 
     @property
@@ -140,7 +158,7 @@ class LocalStrategy(Strategy):
         self._averager.settle()
 
     def end_round(self) -> None:
-        self._averager.end_round()
+        self._averager.average_all()
 
     def keeps_own(self, place: Place, furthest: Place) -> bool:
         return place.has_state
@@ -154,8 +172,7 @@ class LocalStrategy(Strategy):
         if not all(place.has_state for place in places):
             self._share_variables(places[rank], source)
         if any(not place.has_state or place.rounds != averaged.rounds for place in places):
-            missed_steps = steps_in_round if self.in_lockstep else 0
-            self._share_average(places[rank], averaged, places.index(averaged), missed_steps)
+            self._share_average(places[rank], averaged, places.index(averaged), furthest.step - averaged.step)
         if not places[rank].has_state:
             self._train_step.skip_to(furthest.step)
         if self.in_lockstep:
@@ -167,9 +184,10 @@ class LocalStrategy(Strategy):
                 number = lost if self.in_lockstep else f"about {lost}"
                 report(0, f"lost {number} local step(s) of {num_lost} rank(s) {where}")
         if self.in_lockstep:
-            self._averager.end_round(only_if_due=True)
+            self._averager.end_round_if_due()
         else:
             self._counted_from = furthest.step, self._averager.total_steps
+        self._averager.connect()
 
     def _catch_up(self, step: int) -> None:
         """Makes the steps that others have made; samples are still assigned to the previous ranks."""
@@ -189,20 +207,26 @@ class LocalStrategy(Strategy):
             for variable, value in kept:
                 variable.assign(value)
 
-    def _share_average(self, own: Place, averaged: Place, source: int, missed_steps: int) -> None:
+    def _share_average(self, own: Place, averaged: Place, source: int, steps_since: int) -> None:
         """Gives the last average to newcomers, which start from it, and to ranks that have contributed but not received
         it."""
         is_source = self._collectives.rank == source
-        state = self._collectives.allgather(self.state() if is_source else None)[source]
+        shared = (self.state(), self._averager.round_in_progress()) if is_source else None
+        state, in_progress = self._collectives.allgather(shared)[source]
         if not own.has_state:
             self._lost_steps = state["lost_steps"]
-            self._averager.start_round(state, missed_steps=missed_steps)
+            self._averager.start_round(state, in_progress, steps_since=steps_since)
         elif own.rounds < averaged.rounds:
             self._averager.adopt(state)
 
     @property
     def updates(self) -> int:
         return self._progress.step
+
+    def close(self) -> None:
+        self._averager.disconnect()
+        if self._record is not None:
+            self._record.close()
 
     def total(self, own: int) -> int:
         return sum(self._collectives.allgather(own))
@@ -219,6 +243,8 @@ class LocalStrategy(Strategy):
         return {**self._averager.summary(), "lost_steps": self._lost_steps}
 
     def state(self) -> dict[str, Any]:
+        if self._record is not None:
+            self._record.write()
         return {**self._averager.state(), "lost_steps": self._lost_steps, "counted_from": self._counted_from}
 
     def rank_state(self) -> dict[str, Any]:

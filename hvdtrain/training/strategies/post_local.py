@@ -59,6 +59,9 @@ class PostLocalStrategy(Strategy):
     def finish(self) -> None:
         self._current.finish()
 
+    def close(self) -> None:
+        self._then.close()
+
     @property
     def updates(self) -> int:
         return self._progress.step

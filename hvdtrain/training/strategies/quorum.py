@@ -21,12 +21,13 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank, on_first_r
 from hvdtrain.optim.distributed_optimizer import gradient_bytes
 from hvdtrain.optim.learning_rate import follow_steps
 from hvdtrain.system.terminal import rank_name
-from hvdtrain.training.config import QuorumConfig
-from hvdtrain.training.quorum.contributions import ContributionFile, read_contributions
+from hvdtrain.training.config import QuorumConfig, RecordConfig
+from hvdtrain.training.quorum.contributions import read_contributions
 from hvdtrain.training.quorum.exchange import GradientExchange
 from hvdtrain.training.quorum.feed import QuorumFeed
 from hvdtrain.training.quorum.ledger import QuorumLedger
 from hvdtrain.training.quorum.split_step import SplitStep
+from hvdtrain.training.record_file import RecordFile
 from hvdtrain.training.strategies.strategy import Strategy, StrategyContext
 
 
@@ -45,7 +46,7 @@ class QuorumStrategy(Strategy):
     in_lockstep = False
     ranks_are_independent = False
 
-    def __init__(self, context: StrategyContext, config: QuorumConfig):
+    def __init__(self, context: StrategyContext, config: QuorumConfig, recording: RecordConfig):
         collectives = context.collectives
         assert isinstance(context.feed, QuorumFeed)
         assert config.quorum is not None
@@ -64,7 +65,8 @@ class QuorumStrategy(Strategy):
         self._config = config
         self._ledger = QuorumLedger(context.plan(), config)
         self._step_of_schedule = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._file = None if config.record is None else ContributionFile(config.record, collectives.size)
+        self._replay = recording.replay
+        self._file = None if recording.record is None else RecordFile(recording.record, collectives.size, "updates")
         self._split_step: SplitStep | None = None
         self._exchange: GradientExchange | None = None
         self._dropped = self._requeued_samples = 0
@@ -76,7 +78,7 @@ class QuorumStrategy(Strategy):
         self._hosts: list[str] = []
 
     def start(self) -> None:
-        path, size = self._config.replay, self._collectives.size
+        path, size = self._replay, self._collectives.size
         if path is not None:
             replayed = on_first_rank(lambda: read_contributions(path, size), self._collectives)
             self._ledger.replay(replayed)

@@ -1,4 +1,4 @@
-"""When an update closes, and whose micro-batches are part of it. Pure decisions, taken on rank 0."""
+"""When an update closes, or a round of local SGD, and whose part it takes. Pure decisions, taken on rank 0."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
