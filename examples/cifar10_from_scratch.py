@@ -101,6 +101,8 @@ def train_step(images, labels):
     return value
 
 
+# (hvd) compares a step of all ranks with that of one process, and puts everything back
+hvdtrain.verify(lambda batch: train_step(*batch), next(iter(batches)), model)
 for step, (images, labels) in enumerate(batches.skip(first_step).take(STEPS - first_step), start=first_step + 1):
     value = train_step(images, labels)
     if step % 10 == 0 and topology.rank == 0:  # (hvd) only rank 0 prints

@@ -5,7 +5,7 @@ launch/run horovodrun -np 2 python examples/model_parallel.py
 Here the devices are two logical CPUs, so that the example runs anywhere.
 """
 
-from hvdtrain import DistributedOptimizer, broadcast, init  # (hvd) before TensorFlow, to silence its messages
+from hvdtrain import DistributedOptimizer, broadcast, init, verify  # (hvd) before TensorFlow, to silence its messages
 
 # isort: split
 import tensorflow as tf
@@ -69,6 +69,8 @@ def train_step(images, labels):
     optimizer.apply(tape.gradient(value, model.trainable_variables), model.trainable_variables)
 
 
+# (hvd) compares a step of all ranks with that of one process, and puts everything back
+verify(lambda batch: train_step(*batch), next(iter(samples.batch(BATCH_SIZE))), model)
 for images, labels in samples.batch(BATCH_SIZE).take(STEPS):
     train_step(images, labels)
 

@@ -16,6 +16,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_allreduce import GradientAllreduce
 from hvdtrain.distributed.gradient_reduction import GradientReducer, StepSum, single_rank_reducer
 from hvdtrain.distributed.horovod_operations import HorovodOperations
+from hvdtrain.distributed.program_operations import known_late, run_operations_late
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.variable_broadcast import overwrite_with_received
 from hvdtrain.errors import UsageError
@@ -38,10 +39,10 @@ class HorovodCollectives:
             network.require_address_of_name()
         with environment.horovod_start_environment(launcher):
             hvd.init()
+        run_operations_late()
         self._hvd = hvd
         self._operations = HorovodOperations(hvd)
         self._compiled_sums: dict[str, Callable[..., Any]] = {}
-        self._zero: tf.Variable | None = None
         self._longest: dict[str, tf.Variable] = {}
         self._process_sets: dict[tuple[int, ...], Any] = {}
         if hvd.size() < launcher.fewest_ranks:
@@ -110,7 +111,7 @@ class HorovodCollectives:
 
             self._compiled_sums[name] = compiled(reduce)
         if not tf.executing_eagerly():
-            tensors = [self._known_late(each) for each in tensors]
+            tensors = [known_late(each) for each in tensors]
         return self._compiled_sums[name](list(tensors))
 
     def sum_on_this_thread(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -240,17 +241,17 @@ class HorovodCollectives:
 
     def gather_samples(self, own: tf.Tensor, name: str) -> tf.Tensor:
         count = tf.shape(own)[0]
-        counts = self._operations.allgather(self._known_late(count[tf.newaxis]), f"{name}_counts")
+        counts = self._operations.allgather(known_late(count[tf.newaxis]), f"{name}_counts")
 
         @tf.custom_gradient
         def gather(own: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             sent = tf.cast(own, tf.float32) if own.dtype == tf.bfloat16 else own
-            everyone = tf.cast(self._operations.allgather(self._known_late(sent), name), own.dtype)
+            everyone = tf.cast(self._operations.allgather(known_late(sent), name), own.dtype)
             everyone.set_shape([None, *own.shape[1:]])
 
             def gradient(upstream: tf.Tensor) -> tf.Tensor:
                 # Every rank's loss depends on this rank's samples.
-                upstream = self._known_late(upstream)
+                upstream = known_late(upstream)
                 total = self._operations.allreduce(upstream, self._hvd.Sum, f"{name}_gradient")
                 first = tf.reduce_sum(counts[: self._own_rank()])
                 return tf.ensure_shape(total[first : first + count], own.shape)
@@ -259,18 +260,6 @@ class HorovodCollectives:
 
         return gather(own)
 
-    def _known_late(self, tensor: tf.Tensor) -> tf.Tensor:
-        """The same tensor, whose value TensorFlow does not know before the step runs.
-
-        TensorFlow computes operations with constant inputs, such as the number of samples of a batch of a fixed size,
-        while it optimizes a graph: one after the other, and not in the same order on every rank. Ranks would wait for
-        each other under different names.
-        """
-        if self._zero is None:
-            with tf.init_scope(), tf.device("CPU"):
-                self._zero = tf.Variable(0, trainable=False)
-        return tf.ensure_shape(tf.reshape(tensor, tf.shape(tensor) + self._zero.read_value()), tensor.shape)
-
     def exchange_rows(self, rows: tf.Tensor, name: str) -> tf.Tensor:
         lengths = tf.ones([self.size], tf.int32)
         return tf.ensure_shape(self._operations.alltoall(rows, lengths, name)[0], rows.shape)
@@ -278,7 +267,7 @@ class HorovodCollectives:
     def exchange_parts(self, tensor: tf.Tensor, lengths: tf.Tensor, name: str) -> tuple[tf.Tensor, tf.Tensor]:
         # Horovod does not know bfloat16, and moves bytes here.
         sent = tf.bitcast(tensor, tf.int16) if tensor.dtype == tf.bfloat16 else tensor
-        sent = self._known_late(sent)
+        sent = known_late(sent)
         if self.cross_size > 1:
             sent = self._of_known_shape(sent, name)
         received, numbers = self._operations.alltoall(sent, tf.cast(lengths, tf.int32), name)
@@ -313,7 +302,6 @@ class ProcessSetCollectives(HorovodCollectives):
         self._hvd = world._hvd
         self._operations = HorovodOperations(world._hvd, process_set)
         self._compiled_sums = {}
-        self._zero = None
         self._longest = {}
 
     def _global_rank(self, rank: int) -> int:

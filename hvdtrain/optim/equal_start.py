@@ -19,7 +19,7 @@ class EqualStart:
     """Compares the variables of one optimizer over ranks, once."""
 
     def __init__(self, collectives: Collectives):
-        self._is_compared = collectives.size == 1
+        self._is_compared = self._has_same_operations = collectives.size == 1
         self._broadcast: Callable[[], object] | None = None
 
     def broadcast_first(self, broadcast: Callable[[], object]) -> None:
@@ -33,6 +33,23 @@ class EqualStart:
         if not self._is_compared:
             names = [path_of(variable) for variable in variables]
             require_same_gradients(places, names, collectives)
+
+    def require_same_operations(self, names: Sequence[str], collectives: Collectives) -> None:
+        """Compares at the first step the names of the program's own Horovod operations in it.
+
+        Raises:
+            UsageError: on every rank: some have other names, and would wait for the others forever.
+        """
+        if self._has_same_operations:
+            return
+        self._has_same_operations = True
+        with tf.init_scope():
+            everyone = collectives.allgather(sorted(names))
+        for rank, each in enumerate(everyone):
+            if only := [name for name in each if name not in everyone[0]]:
+                raise UsageError(_other_operations(f"{only[0]!r} on rank {rank}, and not on rank 0"))
+            if only := [name for name in everyone[0] if name not in each]:
+                raise UsageError(_other_operations(f"{only[0]!r} on rank 0, and not on rank {rank}"))
 
     def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
         """Compares the variables at the first call. All ranks must call it when they trace or make their first step.
@@ -93,3 +110,11 @@ def require_same_gradients(places: Sequence[int], names: Sequence[str], collecti
                 f"on {ranks_text(ranks, hosts)}, and none on {ranks_text(others, hosts)}. Let every rank's loss depend "
                 "on all variables: multiply the part that its batch does not need by 0."
             )
+
+
+def _other_operations(received: str) -> str:
+    return (
+        "Horovod's operations in a step must have the same names on all ranks, or ranks wait for each other forever. "
+        f"Received: {received}. Call hvdtrain.gather or hvdtrain.average instead; or have all ranks make the same "
+        "layers and models in the same order, by which Keras and TensorFlow name operations."
+    )

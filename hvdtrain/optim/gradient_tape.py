@@ -13,7 +13,7 @@ from hvdtrain.distributed.step_sums import StepSums
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.equal_start import require_same_gradients
 from hvdtrain.optim.made_steps import count_step_of_a_tape
-from hvdtrain.optim.only_checks import end_own_loop_if_only_checking
+from hvdtrain.optim.own_loops import note_reduction
 from hvdtrain.optim.step_reduction import StepReduction
 
 _compared: set[tuple[int, ...]] = set()
@@ -83,7 +83,7 @@ class DistributedGradientTape:
         key = (id(self._collectives), *map(id, variables))
         if self._collectives.size > 1 and key not in _compared:
             _compared.add(key)
-            end_own_loop_if_only_checking(self._collectives)
+            note_reduction(self._reduce.config, self._collectives)
             names = [str(getattr(variables[i], "path", variables[i].name)) for i in found]
             require_same_gradients(found, names, self._collectives)
 

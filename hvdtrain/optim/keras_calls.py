@@ -33,6 +33,7 @@ from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
 from hvdtrain.distributed.optimizers import is_horovods_own, leaves, optimizers_of
+from hvdtrain.distributed.program_operations import noted_operations
 from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
@@ -46,7 +47,7 @@ from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.evaluated_values import with_values_over_ranks
 from hvdtrain.optim.lone_training import run_guarded
 from hvdtrain.optim.method_replacement import replace_method
-from hvdtrain.optim.only_checks import end_own_loop_if_only_checking
+from hvdtrain.optim.own_loops import note_reduction
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
@@ -65,7 +66,6 @@ from hvdtrain.optim.pipeline import (
 from hvdtrain.optim.short_steps import with_line_about_short_steps
 from hvdtrain.optim.step_reduction import already_reduced
 from hvdtrain.optim.table_gradients import are_tables, require_no_norms_of_tables, require_usable_with_tables
-from hvdtrain.optim.unnamed_operations import tell_of_unnamed_operations
 from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
@@ -265,9 +265,11 @@ def run_train_step(
     with (
         tape_gradients.reduced_if_used(model, train_step, data, excluded_by),
         global_loss.losses_over_ranks(scope),
+        noted_operations() as operations,
     ):
         returned = train_step(data)
-    tell_of_unnamed_operations(pipeline.reduce.collectives)
+    if pipeline.start is not None and not tf.executing_eagerly():
+        pipeline.start.require_same_operations(operations, pipeline.reduce.collectives)
     return returned
 
 
@@ -467,7 +469,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
     def reduce_and_clip(gradients: list[Gradient]) -> list[Gradient]:
         pipeline, own = require_pipeline(optimizer), applied[-1]
         if pipeline.start is not None:
-            end_own_loop_if_only_checking(pipeline.reduce.collectives)
+            note_reduction(pipeline.reduce.config, pipeline.reduce.collectives)
             known = [id(variable) for variable in keras_internals.TRAINABLE_VARIABLES.of(optimizer)]
             pipeline.start.require_same_gradients(
                 [known.index(id(variable)) for variable in own.variables], own.variables, pipeline.reduce.collectives

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.slow
 
 NUM_CASES, NUM_QUICK_CASES = 1015, 22
 NUM_BROKEN, NUM_QUICK_BROKEN = 76, 12
-NUM_CHECKED, NUM_QUICK_CHECKED = 544, 7
+NUM_CHECKED, NUM_QUICK_CHECKED = 546, 7
 
 
 def test_programs_on_two_ranks(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import random
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.replica_consistency import weights_sha256
 from hvdtrain.errors import UnequalError, UsageError
-from hvdtrain.optim import keras_calls
+from hvdtrain.optim import keras_calls, own_loops
 from hvdtrain.training.equality import step_check
 from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.step_check import StepCheck
@@ -138,6 +139,27 @@ RECURRENT = {
     "two directions": [layers.Bidirectional(layers.LSTM(4))],
     **{what: [layers.RNN(Cell(4, what))] for what in ("nothing", "draws", "counts", "gathers")},
 }
+
+
+@pytest.mark.parametrize("is_fault", [False, True])
+def test_sums_in_half_precision_are_no_difference(is_fault):
+    """Of the gradient of a convolution's bias on CPUs: a sum of ones in bfloat16 ends at 256."""
+    keras.utils.set_random_seed(1)
+    convolution = layers.Conv2D(8, 3, padding="same", kernel_initializer="zeros", dtype="mixed_bfloat16")
+    model = keras.Sequential([layers.Input((16, 16, 1)), convolution])
+
+    def loss(y, p):
+        means = ops.mean(ops.cast(p, "float32"), (1, 2, 3))
+        return means * ops.cast(ops.shape(p)[0], "float32") if is_fault else means
+
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()), loss)
+    hvdtrain.broadcast(model)
+    # Zeros leave only the gradient of the bias.
+    x, y = np.full((BATCH, 16, 16, 1), float(is_fault), "float32"), Y[:BATCH, 0]
+    finding = StepCheck(model.train_step, model, COLLECTIVES).run((x, y))
+    assert (finding.unequal is not None) == is_fault
+    assert finding.largest > 0.4
+    assert finding.unchecked is None
 
 
 @pytest.mark.parametrize(
@@ -346,6 +368,27 @@ def test_verify_of_a_tape():
     assert hvdtrain.verify(step, (X[:BATCH], Y[:BATCH]), model).unequal is None
 
 
+@pytest.mark.parametrize("verifies", [False, True])
+def test_a_loop_of_which_nothing_is_compared_is_reported_once(verifies, monkeypatch, capfd):
+    monkeypatch.setattr(own_loops, "_is_known", False)
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()))
+    hvdtrain.broadcast(model)
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x)))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    if verifies:
+        hvdtrain.verify(step, (X[:BATCH], Y[:BATCH]), model)
+    for _ in range(2):
+        step((X[:BATCH], Y[:BATCH]))
+    line = "hvdtrain: the steps of this training loop are not compared with those of one process"
+    assert capfd.readouterr().err.count(line) == (RANK == 0 and not verifies)
+
+
 def test_a_model_that_ranks_would_train_alone():
     model = fit(network())
     model.compile("adam", "mse")
@@ -355,7 +398,6 @@ def test_a_model_that_ranks_would_train_alone():
 
 def test_one_process_is_alone_in_its_program():
     """A program's own calls of Horovod, in the step of one process."""
-    import horovod.tensorflow as hvd
 
     class Gathering(keras.Model):
         def train_step(self, data):
@@ -381,6 +423,51 @@ def test_ranks_have_gradients_of_the_same_variables():
     gradients = tape.gradient(loss, model.trainable_variables)
     with pytest.raises(UsageError, match=r"has one on rank 0, and none on rank"):
         model.optimizer.apply(gradients, model.trainable_variables)
+
+
+def test_operations_of_a_program_are_computed_in_its_steps_only():
+    """Computed while a function is traced, as their values would be for its shapes, they wait for each other."""
+    shapes = []
+
+    def step(x):
+        for _ in range(2):
+            sizes = hvd.allgather(tf.shape(x)[:1])
+            shapes.append(tf.zeros(sizes).shape)
+        return x
+
+    tf.function(step, autograph=False)(tf.ones([3, 1]))
+    assert {shape.rank for shape in shapes} == {None}
+
+
+class Gathers(keras.Model):
+    """Gathers by Horovod's own operations, which name themselves and what is in their gradients."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            parts = [self(x, training=True), self(-x, training=True), y]
+            ours, others, targets = (summed_gradient(hvd.allgather(each)) for each in parts)
+            loss = ops.mean((ops.matmul(ours, ops.transpose(others)) - targets) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+@tf.custom_gradient
+def summed_gradient(x):
+    """Horovod's gradient of an allgather averages."""
+    return tf.identity(x), lambda upstream: hvd.size() * upstream
+
+
+def test_operations_without_names(found):
+    fit(network(kind=Gathers))
+    assert [(each.unequal, each.unchecked) for each in found] == [(None, None)]
+
+
+def test_ranks_have_operations_of_the_same_names():
+    for _ in range(RANK):
+        network()
+    with pytest.raises(UsageError, match="Horovod's operations in a step must have the same names on all ranks"):
+        fit(network(kind=Gathers))
 
 
 def test_batches_of_different_sizes_are_weighted_by_their_samples():

@@ -83,8 +83,12 @@ class Draws:
         return tf.gather(tensor, order, axis=axis)
 
     def _rows_of(self, kept: Any, own: tf.Tensor) -> tf.Tensor:
-        if kept is None or kept.dtype != own.dtype or len(kept.shape) != len(own.shape):
+        if kept is None or len(kept.shape) != len(own.shape):
             return own
+        if kept.dtype != own.dtype:
+            if not (kept.dtype.is_floating and own.dtype.is_floating):
+                return own
+            kept = tf.cast(kept, own.dtype)
         differing = [i for i, (a, b) in enumerate(zip(kept.shape, own.shape, strict=True)) if a != b]
         if not differing:
             return kept

@@ -22,8 +22,9 @@ from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.frozen_weights import frozen_weights
 from hvdtrain.training.equality.places import first_place, noted_places
 from hvdtrain.training.equality.samples import Rows, Samples, gather_samples
+from hvdtrain.training.equality.single_precision import computes_in_half_precision
 from hvdtrain.training.equality.updates import Update
-from hvdtrain.training.equality.ways import CheckedStep, Outcome
+from hvdtrain.training.equality.ways import CheckedStep, Outcome, Rounded
 from hvdtrain.training.equality.written_variables import WrittenVariables
 from hvdtrain.training.metric_state import require_sums_from_the_start
 
@@ -217,11 +218,17 @@ class StepCheck:
         """The first deviation that rounding does not explain, or why there is none to be found."""
         rounding: dict[tuple[str, str], float] = {}
         remaining, problem = suspects, None
-        for units in (0, *_PERTURBATIONS):
+        in_single = [Rounded(in_single=True)] if computes_in_half_precision(self._model) else []
+        for rounded in (Rounded(), *in_single, *map(Rounded, _PERTURBATIONS)):
             comparison.begin()
-            again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, perturb=float(units))
+            try:
+                again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, rounded)
+            except Exception:  # A program may rely on half precision.
+                if not rounded.in_single:
+                    raise
+                continue
             for each in comparison.deviations(again):
-                if units == 0 and not each.size <= each.rounding and not np.isnan(each.size):
+                if rounded == Rounded() and not each.size <= each.rounding and not np.isnan(each.size):
                     problem = problem or f"two equal steps of one process differ, in {_text(each)}"
                 key = each.kind, each.name
                 rounding[key] = max(rounding.get(key, 0.0), each.size)

@@ -10,6 +10,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import require_keras_model
 from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.only_checks import end_if_only_checking, print_on_rank_0
+from hvdtrain.optim.own_loops import note_verified_step
 from hvdtrain.system import environment
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
@@ -38,6 +39,7 @@ def verify(
         UnequalError: on every rank: the step is not that of one process; the message says where.
     """
     require_keras_model(model)
+    note_verified_step()
     collectives = collectives or runtime.current().collectives
     if collectives.size == 1:
         return Finding({}, unchecked="there is one rank")

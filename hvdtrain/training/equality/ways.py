@@ -25,6 +25,7 @@ from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, pipelines_of, replaced_pipelines
 from hvdtrain.optim.step_reduction import StepReduction
 from hvdtrain.seams import keras_internals
+from hvdtrain.training.equality.single_precision import single_precision
 from hvdtrain.training.equality.updates import ChooseGradients, Update
 from hvdtrain.training.equality.written_variables import WrittenVariables
 from hvdtrain.training.metrics import results_of, sums
@@ -51,6 +52,16 @@ class Outcome:
     """Other numbers that the step returns: their means over ranks."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """How a step is rounded otherwise than in training, to measure rounding."""
+
+    perturb: int = 0
+    """By how many units in the last place weights are changed before, at random."""
+    in_single: bool = False
+    """Whether layers that compute in half precision compute in single precision."""
+
+
 Draw = Callable[[WrittenVariables], contextlib.AbstractContextManager[None]]
 
 
@@ -69,13 +80,13 @@ class CheckedStep:
         self._collectives = collectives
         self._reducers: dict[int, GradientReducer] = {}
 
-    def of_one_process(self, batch: Any, draw: Draw, choose: ChooseGradients, *, perturb: float = 0.0) -> Outcome:
+    def of_one_process(self, batch: Any, draw: Draw, choose: ChooseGradients, rounded: Rounded = Rounded()) -> Outcome:
         """Makes the step as one process does.
 
         Args:
             batch: the whole batch.
             choose: as for :data:`~hvdtrain.training.equality.updates.ChooseGradients`.
-            perturb: by how many units in the last place weights are changed before, at random, to measure rounding.
+            rounded: how it is rounded.
         """
         one = SingleProcessCollectives()
 
@@ -83,8 +94,8 @@ class CheckedStep:
             config = _exact(own.config)
             return StepReduction(config=config, collectives=one, reducer=one.gradient_reducer(config), sums=own.sums)
 
-        with alone():
-            return self._make(batch, draw, choose, one, reduction, perturb)
+        with alone(), single_precision(self._model) if rounded.in_single else contextlib.nullcontext():
+            return self._make(batch, draw, choose, one, reduction, rounded.perturb)
 
     def of_all_ranks(self, batch: Any, draw: Draw, choose: ChooseGradients) -> Outcome:
         """Makes the step together with the other ranks, which must all call it.
@@ -108,7 +119,7 @@ class CheckedStep:
                 sums=own.sums,
             )
 
-        return self._make(batch, draw, choose, ranks, reduction, 0.0)
+        return self._make(batch, draw, choose, ranks, reduction, 0)
 
     @property
     def epsilon(self) -> float:
@@ -126,7 +137,7 @@ class CheckedStep:
         choose: ChooseGradients,
         ranks: Collectives,
         reduction: Callable[[Any, StepReduction], StepReduction],
-        perturb: float,
+        perturb: int,
     ) -> Outcome:
         written, outcome = WrittenVariables(), Outcome()
 
@@ -193,8 +204,8 @@ class CheckedStep:
     def _steps_per_update(self) -> int:
         return max((leaf.gradient_accumulation_steps or 1 for leaf in leaves_of(self._model)), default=1)
 
-    def _perturb_weights(self, units: float) -> None:
-        generator = np.random.RandomState(int(units))
+    def _perturb_weights(self, units: int) -> None:
+        generator = np.random.RandomState(units)
         for variable in self._model.trainable_variables:
             if keras.backend.is_float_dtype(variable.dtype):
                 own = variable.numpy()
