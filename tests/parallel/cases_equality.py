@@ -175,6 +175,14 @@ def test_a_time_step_that_depends_on_other_samples():
     assert "the output of layer 'unequal' for a sample depends on the other samples" in finding.unequal
 
 
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_same_batches_are_told_of_also_without_checks(is_sharded, monkeypatch, capfd):
+    monkeypatch.setattr(runtime, "on_unequal", lambda: "ignore")
+    fit(network(), x=X if is_sharded else FEATURES[: len(X)], y=Y if is_sharded else TARGETS[: len(X)])
+    told = "ranks must train on different samples. Received: the same batch on every rank" in capfd.readouterr().err
+    assert told == (RANK == 0 and SIZE > 1 and not is_sharded)
+
+
 def state_of(model) -> list:
     generator = np.random.get_state()
     variables = [each.numpy() for each in (*model.variables, *optimizer_variables(model))]

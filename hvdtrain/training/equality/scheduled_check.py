@@ -10,6 +10,7 @@ from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.only_checks import UNCHECKED, print_on_rank_0
 from hvdtrain.system import environment
+from hvdtrain.training.equality.sample_guard import SampleGuard
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
 _OTHER_ORDER = (
@@ -36,7 +37,7 @@ class ScheduledCheck:
 
     def __init__(
         self,
-        check: StepCheck,
+        check: StepCheck | SampleGuard,
         batches: KeptBatch,
         collectives: Collectives,
         *,
@@ -127,6 +128,11 @@ class ScheduledCheck:
             self._tell(finding.noted)
         if environment.only_checks():
             self._end_after_checks(finding)
+        if self._on_unequal == "ignore":
+            self._is_over = True
+            if finding.unequal is not None:
+                self._tell(f"{finding.unequal}.")
+            return
         if finding.unequal is None:
             return
         text = f"{finding.unequal}. To continue nevertheless, {self._how_to_continue}."

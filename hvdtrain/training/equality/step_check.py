@@ -28,7 +28,7 @@ from hvdtrain.training.equality.ways import CheckedStep, Outcome, Rounded
 from hvdtrain.training.equality.written_variables import WrittenVariables
 from hvdtrain.training.metric_state import require_sums_from_the_start
 
-_SAME_SAMPLES = (
+SAME_SAMPLES = (
     "ranks must train on different samples. Received: the same batch on every rank. Pass the data through "
     "hvdtrain.shard, or let each rank draw its own samples"
 )
@@ -136,7 +136,7 @@ class StepCheck:
         if samples is None:
             return Finding({}, unchecked="a rank has no samples")
         if samples.are_the_same:
-            return Finding({}, unequal=_SAME_SAMPLES)
+            return Finding({}, unequal=SAME_SAMPLES)
         finding = self._check(samples)
         if finding.unequal is None or samples.rows.are_equally_many:
             return finding
