@@ -101,9 +101,9 @@ def train_step(images, labels):
     return value
 
 
-# (hvd) compares a step of all ranks with that of one process, and puts everything back
-hvdtrain.verify(lambda batch: train_step(*batch), next(iter(batches)), model)
 for step, (images, labels) in enumerate(batches.skip(first_step).take(STEPS - first_step), start=first_step + 1):
+    if step == first_step + 1:  # (hvd) compares the step with that of one process, and puts everything back
+        hvdtrain.verify(lambda batch: train_step(*batch), (images, labels), model)
     value = train_step(images, labels)
     if step % 10 == 0 and topology.rank == 0:  # (hvd) only rank 0 prints
         print(f"step {step} loss {float(value):.3f}", flush=True)

@@ -16,7 +16,7 @@ VALUES = {
     **{"gradient_accumulation_steps": 2, "steps_per_execution": 2, "global_batch_size": 24, "bad_samples": 1},
     **{"shares": "2,1", "balance_every": 2, "max_batch_size": 64, "quorum": 1, "step_deadline": 9.0, "step_grace": 0.5},
     **{"max_missed_updates": 8, "sync_every": 2, "outer_learning_rate": 0.5, "outer_momentum": 0.5},
-    **{"fragments": 2, "fragment_delay": 2, "merge_alpha": 0.5},
+    **{"fragments": 2, "fragment_delay": 2, "merge_alpha": 0.5, "round_quorum": 1, "round_grace": 0.5},
     **{"sync_dtype": "int4", "sync_steps_first": 2, "compression": "powersgd:2", "compression_after": 1, "groups": 2},
     **{"clip_norm": 1.0, "clip_value": 1.0, "ema": 0.9, "lr_scaling": "linear", "lr_decay": "cosine"},
     **{"warmup_steps": 2, "lr_decay_steps": 3, "lr_decay_epochs": 1, "steps": 4, "epochs": 1},
