@@ -21,6 +21,7 @@ _STARTUP_MESSAGES = (
     "To enable the following instructions",
     "TF-TRT Warning",
     "Unable to register cu",
+    "computation placer already registered",
 )
 
 
