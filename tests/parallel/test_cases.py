@@ -13,10 +13,10 @@ JOBS = {
     ("training", 2): 34,
     ("faults+few_bits", 2): 27,
     ("callbacks+metrics", 2): 50,
-    ("fit+equality", 2): 57,
+    ("fit+equality+different_sizes+guards+own_operations", 2): 80,
     ("after_training+own_values", 2): 62,
     ("resume", 2): 12,
-    ("local_sgd+rounds", 2): 53,
+    ("local_sgd+local_members+rounds", 2): 57,
     ("subsets", 4): 13,
     ("quorum", 2): 10,
     ("compression+sharded_optimizer", 2): 55,
@@ -27,9 +27,9 @@ LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ra
 LONG_JOBS |= {("sharded_optimizer", 2): 43, ("compression+sharded_optimizer", 4): 68}
 LONG_JOBS |= {("options", 1): 22, ("optimizer+balancing", 4): 44, ("numerics+large_messages", 2): 42, ("quorum", 2): 22}
 LONG_JOBS |= {
-    ("fit+equality", 4): 45,
+    ("fit+equality+different_sizes+guards+own_operations", 4): 45,
     ("after_training+own_values", 3): 62,
-    ("local_sgd+rounds", 4): 60,
+    ("local_sgd+local_members+rounds", 4): 60,
     ("numerics+large_messages", 4): 36,
     ("resume", 4): 15,
     ("sharded_tables+embedding_groups+table_checkpoints", 2): 52,

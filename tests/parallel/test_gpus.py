@@ -34,7 +34,7 @@ def one_gpu(monkeypatch):
         LONG("training", 41),
         LONG("fit", 33),
         LONG("optimizer", 48),
-        LONG("local_sgd", 27),
+        LONG("local_sgd+local_members", 27),
         LONG("programs", 70),
     ],
 )
@@ -54,7 +54,9 @@ def test_ranks_that_share_a_device_are_refused_in_one_line(tmp_path):
 
 @needs_gpu
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
-@pytest.mark.parametrize(("names", "minimum"), [("training", 41), ("fit+averager", 45), ("local_sgd+resume", 41)])
+@pytest.mark.parametrize(
+    ("names", "minimum"), [("training", 41), ("fit+averager", 45), ("local_sgd+local_members+resume", 41)]
+)
 def test_cases_on_a_shared_gpu(names, minimum, launcher, one_gpu, tmp_path):
     run_cases(names, ranks=2, launcher=launcher, minimum=minimum, folder=tmp_path, timeout_s=900)
 

@@ -1,0 +1,69 @@
+"""On all ranks: what is noticed of any program, without making its step by one process."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from compared_programs import BATCH, FEATURES, RANK, SIZE, TARGETS, X, Y, fit, mean_square, network
+from keras import layers
+
+import hvdtrain
+from hvdtrain.distributed import runtime
+from hvdtrain.errors import UsageError
+from hvdtrain.optim import own_loops
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_same_batches_are_told_of_also_without_checks(is_sharded, monkeypatch, capfd):
+    monkeypatch.setattr(runtime, "on_unequal", lambda: "ignore")
+    fit(network(), x=X if is_sharded else FEATURES[: len(X)], y=Y if is_sharded else TARGETS[: len(X)])
+    told = "ranks must train on different samples. Received: the same batch on every rank" in capfd.readouterr().err
+    assert told == (RANK == 0 and SIZE > 1 and not is_sharded)
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_a_loop_of_which_nothing_is_compared_is_reported_once(verifies, monkeypatch, capfd):
+    monkeypatch.setattr(own_loops, "_is_known", False)
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()))
+    hvdtrain.broadcast(model)
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x)))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    if verifies:
+        hvdtrain.verify(step, (X[:BATCH], Y[:BATCH]), model)
+    for _ in range(2):
+        step((X[:BATCH], Y[:BATCH]))
+    line = "hvdtrain: the steps of this training loop are not compared with those of one process"
+    assert capfd.readouterr().err.count(line) == (RANK == 0 and not verifies)
+
+
+def test_a_model_that_ranks_would_train_alone():
+    model = fit(network())
+    model.compile("adam", "mse")
+    with pytest.raises(UsageError, match=r"its optimizer must be distributed. Received: .* with adam"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_ranks_have_gradients_of_the_same_variables():
+    model = network()
+    first, second = model.layers[1], model.layers[2]
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    hvdtrain.broadcast(model)
+    trained = first if RANK == 0 else second
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(trained.kernel**2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    with pytest.raises(UsageError, match=r"has one on rank 0, and none on rank"):
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+
+def test_float8_is_refused_in_one_line():
+    model = keras.Sequential([layers.Input((16,)), layers.Dense(16)])
+    model.quantize("float8")
+    with pytest.raises(UsageError, match="float8 is not supported on several ranks"):
+        fit(model, x=np.repeat(X[:, :1], 16, 1), y=np.repeat(Y, 16, 1))
