@@ -29,7 +29,7 @@ def arguments_for(job: Job, open_mpi: Path | None, *, gloo: bool, start_timeout_
     """horovodrun's arguments before the command.
 
     Args:
-        open_mpi: the folder of Open MPI; None for another MPI.
+        open_mpi: the folder of Open MPI, where other hosts have to find it.
     """
     arguments = ["-np", str(job.ranks), "--start-timeout", str(int(start_timeout_s))]
     if job.hosts:
@@ -40,12 +40,12 @@ def arguments_for(job: Job, open_mpi: Path | None, *, gloo: bool, start_timeout_
         arguments.append("--verbose")
     if gloo:
         return [*arguments, "--gloo"]
-    # Where the other hosts find Open MPI: a shell started by ssh has another PATH. Others start their programs by path.
-    is_elsewhere = job.is_remote and open_mpi is not None
-    return [*arguments, "--mpi", *([f"--mpi-args=--prefix {open_mpi}"] if is_elsewhere else [])]
+    # A shell started by ssh has another PATH.
+    return [*arguments, "--mpi", *([] if open_mpi is None else [f"--mpi-args=--prefix {open_mpi}"])]
 
 
 def _open_mpi() -> Path | None:
+    """The folder of the Open MPI on PATH; None for another MPI, which starts its programs by their paths."""
     mpirun = shutil.which("mpirun")
     try:
         is_open_mpi = mpirun is not None and mpi_implementation.of_program(mpirun)[0] == "Open MPI"

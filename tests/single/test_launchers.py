@@ -178,6 +178,18 @@ def test_horovodrun():
     assert horovodrun.environment(own, made) == own
 
 
+@pytest.mark.parametrize(
+    ("said", "is_open_mpi"),
+    [("mpirun (Open MPI) 4.1.8", True), ("HYDRA build details:\n    Version:    5.0.2", False), ("poe 1.3", False)],
+)
+def test_horovodrun_tells_other_hosts_only_where_open_mpi_is(said, is_open_mpi, tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mpirun").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (tmp_path / "bin" / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    assert horovodrun._open_mpi() == (tmp_path if is_open_mpi else None)
+
+
 def test_network_detection():
     assert network_to("127.0.0.1") == "127.0.0.0/8"
     assert network_to("no-such-host.invalid") is None
