@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from hvdtrain.training.equality.verify import verify
     from hvdtrain.training.evaluation import evaluate
     from hvdtrain.training.own_program import init
+    from hvdtrain.training.own_tuning import autotune
     from hvdtrain.training.prediction import predict
     from hvdtrain.training.trainer import Trainer
 
@@ -88,6 +89,7 @@ __all__ = [
     "Trainer",
     "WandbReporter",
     "WholeBatch",
+    "autotune",
     "average",
     "barrier",
     "broadcast",
@@ -146,6 +148,7 @@ _MODULES = {
     "Trainer": "training.trainer",
     "WandbReporter": "loggers.wandb",
     "WholeBatch": "optim.whole_batch",
+    "autotune": "training.own_tuning",
     "average": "optim.gathering",
     "barrier": "distributed.own_values",
     "broadcast": "distributed.replica_consistency",

@@ -140,7 +140,7 @@ _SECTIONS = {
     "Your own script": (
         *("init", "Topology", "shard", "broadcast", "DistributedOptimizer", "PartialDistributedOptimizer"),
         *("DistributedGradientTape", "gather", "average", "WholeBatch"),
-        *("process_set", "synchronize_batch_normalization", "verify", "run"),
+        *("process_set", "synchronize_batch_normalization", "verify", "autotune", "run"),
     ),
     "Compression": ("PowerSGD", "FP16", "Compression"),
     "Values of all ranks": (

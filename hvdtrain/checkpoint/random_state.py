@@ -28,5 +28,8 @@ def restore(state: dict[str, Any]) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(int(each) for each in python["internal"]), python["gauss_next"]))
     np.random.set_state((numpy["kind"], numpy["keys"], numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    if state["keras"] is not None:
+    if state["keras"] is None:
+        # The next one takes its seed from Python's generator.
+        keras_internals.SET_GLOBAL_ATTRIBUTE.value()(_KERAS_GENERATOR, None)
+    else:
         keras_internals.GLOBAL_GENERATOR.value()().state.assign(state["keras"])

@@ -17,7 +17,7 @@ _LONG_S = 600.0
 
 
 def with_line_about_short_steps(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """``keras.Model.fit``, which names ``steps_per_execution`` on rank 0 if a distributed model may gain from it.
+    """``keras.Model.fit``, which names ``hvdtrain.autotune`` on rank 0 if a distributed model may gain from it.
 
     It promises no gain, because none is measured. The time of a step includes all that ``fit`` does.
     """
@@ -32,8 +32,8 @@ def with_line_about_short_steps(fit: Callable[..., Any]) -> Callable[..., Any]:
         seconds, steps = time.perf_counter() - start_s, _steps_of(model) - before
         if steps and seconds >= _LONG_S and (step_ms := 1000 * seconds / steps) < _SHORT_MS:
             write(
-                f"hvdtrain: model.fit made {steps:,} steps, in {step_ms:.2g} ms each. With "
-                "model.compile(…, steps_per_execution=10), one call makes ten, which may be faster"
+                f"hvdtrain: model.fit made {steps:,} steps, in {step_ms:.2g} ms each. hvdtrain.autotune measures "
+                "whether they are shorter with several in one call, model.compile(…, steps_per_execution=…)"
             )
         return result
 

@@ -55,6 +55,9 @@ OVERWRITE = Seam(
 GLOBAL_ATTRIBUTE = ImportedSeam(
     "keras.src.backend.common.global_state", "get_global_attribute", "finds the global generator, without making one"
 )
+SET_GLOBAL_ATTRIBUTE = ImportedSeam(
+    "keras.src.backend.common.global_state", "set_global_attribute", "removes a global generator that was made since"
+)
 GLOBAL_GENERATOR = ImportedSeam(
     "keras.src.random.seed_generator", "global_seed_generator", "returns the global generator"
 )

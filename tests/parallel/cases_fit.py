@@ -3,6 +3,7 @@
 import csv
 import functools
 import itertools
+import re
 
 import keras
 import numpy as np
@@ -21,7 +22,8 @@ from hvdtrain.callbacks import (
     distributed,
 )
 from hvdtrain.distributed import runtime
-from hvdtrain.errors import DisagreementError, DivergenceError, UsageError
+from hvdtrain.errors import DisagreementError, DivergenceError, JobError, UsageError
+from hvdtrain.training import step_trials
 
 TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
 RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
@@ -479,3 +481,47 @@ def test_ranks_draw_differently_from_the_global_stream():
     fit(distributed(), model, epochs=1, validation_data=None)
     all_ranks = COLLECTIVES.allgather(drawn[-1].tolist())
     assert all(each != all_ranks[0] for each in all_ranks[1:])
+
+
+def test_autotune_measures_calls_and_leaves_no_trace(monkeypatch, capsys):
+    monkeypatch.setattr(step_trials, "BLOCK_S", 0.01)
+
+    def make_model():
+        model = keras.Sequential([layers.Input((6,)), layers.Dense(8), layers.Dropout(0.5), layers.Dense(NUM_CLASSES)])
+        return compiled(model=model)
+
+    def train(tunes):
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        steps = hvdtrain.autotune(make_model, (SHARD_X[:BATCH], SHARD_Y[:BATCH])) if tunes else 1
+        model, _ = fit([], make_model(), epochs=1)
+        return steps, values(model.weights), [layer.name for layer in model.layers]
+
+    _, weights, names = train(tunes=False)
+    capsys.readouterr()
+    steps, tuned_weights, tuned_names = train(tunes=True)
+    assert_same_on_all_ranks(steps)
+    assert tuned_names == names
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(tuned_weights, weights, strict=True))
+    printed = capsys.readouterr().err
+    assert (f"hvdtrain: steps_per_execution={steps}: " in printed) == (RANK == 0)
+    if RANK == 0:
+        times = {int(number): float(ms) for ms, number in re.findall(r"([0-9.]+) ms with (\d+)", printed)}
+        assert list(times) == [1, 4, 16]
+        assert steps == 1 or times[steps] == min(times.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"), [({"run_eagerly": True}, "compiled"), (None, "compiled"), ({}, "distributed")]
+)
+def test_models_that_autotune_cannot_measure_are_refused(options, rule):
+    def make_model():
+        model, optimizer = dense_model(), keras.optimizers.SGD(0.1)
+        if RANK < SIZE - 1 or options:
+            optimizer = hvdtrain.DistributedOptimizer(optimizer)
+        if RANK < SIZE - 1 or options is not None:
+            model.compile(optimizer, loss(), **(options or {}))
+        return model
+
+    with pytest.raises(JobError, match=rule):
+        hvdtrain.autotune(make_model, (SHARD_X[:BATCH], SHARD_Y[:BATCH]))

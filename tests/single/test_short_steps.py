@@ -1,4 +1,4 @@
-"""The line about steps_per_execution at the end of model.fit."""
+"""The line about hvdtrain.autotune at the end of model.fit."""
 
 from types import SimpleNamespace
 
@@ -34,8 +34,8 @@ def fit(*, is_distributed=True, **options):
 
 def test_short_steps_of_a_long_run_are_named(clock, monkeypatch, capfd):
     line = (
-        "hvdtrain: model.fit made 20 steps, in 2 ms each. With model.compile(…, steps_per_execution=10), one call "
-        "makes ten, which may be faster\n"
+        "hvdtrain: model.fit made 20 steps, in 2 ms each. hvdtrain.autotune measures whether they are shorter with "
+        "several in one call, model.compile(…, steps_per_execution=…)\n"
     )
     monkeypatch.setattr(short_steps, "_LONG_S", 0.03)
     clock.seconds = 0.04

@@ -1,7 +1,6 @@
 """Trials: times steps with each of the settings that affect speed but not the result, except for the order of sums."""
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -14,12 +13,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.errors import StoppedEarly
 from hvdtrain.system import devices
 from hvdtrain.training.clock import Clock
-
-_STEPS_PER_EXECUTION = (1, 4, 16)
-BLOCKS, BLOCK_S = 5, 0.3
-"""How often each setting is measured, and for how many seconds."""
-_MIN_GAIN = 0.02
-"""A smaller difference is noise: then the first setting, which is the default, is kept."""
+from hvdtrain.training.step_trials import BLOCK_S, BLOCKS, STEPS_PER_EXECUTION, TimedSteps, fastest, interleaved
 
 Settings = Mapping[str, Sequence[Any]]
 """The values to try of each option, that of the configuration first."""
@@ -49,16 +43,12 @@ class Candidate:
 
     def __init__(self, config: RunConfig, make: Callable[[RunConfig], MakesSteps], session: Session):
         self.config = config
-        self._session = session
-        call = config.training.steps_per_execution
+        self._job_watch = session.job_watch
         start_s = time.perf_counter()
-        self._runner = make(config)
-        self._time(call)
-        self.start_s = max(session.collectives.allgather(time.perf_counter() - start_s))
-        """Seconds to build and compile it, on the slowest rank."""
-        self._block = call * max(1, round(BLOCK_S / (call * self._time(call))))
-        self.step_s = self.measure()
-        """Seconds per step, of one block."""
+        runner = make(config)
+        call = config.training.steps_per_execution
+        self._steps = TimedSteps(lambda steps: self._run(runner, steps), call, session.collectives, start_s=start_s)
+        self.start_s, self.step_s = self._steps.start_s, self._steps.step_s
 
     def measure(self) -> float:
         """Seconds per step of the slowest rank, over a block of steps; the same on every rank.
@@ -66,21 +56,18 @@ class Candidate:
         Raises:
             StoppedEarly: the job was asked to stop.
         """
-        return self._time(self._block)
+        return self._steps.measure()
 
-    def _time(self, steps: int) -> float:
-        collectives, job_watch = self._session.collectives, self._session.job_watch
-        if job_watch.check():
-            raise StoppedEarly(f"stopped while settings were tried ({job_watch.stop_reason}). Nothing was trained.")
-        collectives.barrier()
-        start_s = time.perf_counter()
-        self._runner.run_steps(steps, Clock())
-        return max(collectives.allgather(time.perf_counter() - start_s)) / steps
+    def _run(self, runner: MakesSteps, steps: int) -> None:
+        if self._job_watch.check():
+            reason = self._job_watch.stop_reason
+            raise StoppedEarly(f"stopped while settings were tried ({reason}). Nothing was trained.")
+        runner.run_steps(steps, Clock())
 
 
 def settings_to_try(config: RunConfig, collectives: Collectives) -> Settings:
     """Those that may make these steps shorter; options that were set explicitly are not tried."""
-    settings: dict[str, Sequence[Any]] = {"steps_per_execution": _STEPS_PER_EXECUTION}
+    settings: dict[str, Sequence[Any]] = {"steps_per_execution": STEPS_PER_EXECUTION}
     reorders_sums = config.training.mode == "sync" and config.reduction.is_linear and not config.runtime.deterministic
     if reorders_sums and collectives.size > 1:
         settings["groups"] = (None, 1)  # Large gradients alone, or all in one bucket.
@@ -113,17 +100,9 @@ def try_settings(
     for name, values in settings.items():
         candidates = [best, *(make(with_options(best.config, {name: value})) for value in values[1:])]
         seconds = interleaved(candidates)
-        fastest = min(range(len(seconds)), key=seconds.__getitem__)
-        if seconds[fastest] <= (1 - _MIN_GAIN) * seconds[0]:
-            best = candidates[fastest]
+        best = candidates[fastest(seconds)]
         trials += [Trial(name, value, 1000 * each) for value, each in zip(values, seconds, strict=True)]
     return best.config, trials
-
-
-def interleaved(candidates: Sequence[Candidate]) -> list[float]:
-    """The seconds of a step of each; the same on every rank."""
-    blocks = [[each.measure() for each in candidates] for _ in range(BLOCKS)]
-    return [statistics.median(each) for each in zip(*blocks, strict=True)]
 
 
 def describe(trials: Sequence[Trial], chosen: RunConfig) -> str:

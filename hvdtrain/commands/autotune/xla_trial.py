@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.autotune.trials import BLOCK_S, BLOCKS, Candidate, interleaved
+from hvdtrain.commands.autotune.trials import Candidate
 from hvdtrain.commands.building import local_data_dir, make_model, read_task
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.commands.session import Session, run_on_ranks
@@ -28,6 +28,7 @@ from hvdtrain.system.json_files import read_object
 from hvdtrain.training.config import sync_config
 from hvdtrain.training.plan import sample_plan
 from hvdtrain.training.step_runner import StepRunner
+from hvdtrain.training.step_trials import BLOCK_S, BLOCKS, interleaved
 
 _OPTIONS, _RESULT = "options.json", "result.json"
 _START_S = 8.0
