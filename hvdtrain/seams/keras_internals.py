@@ -65,6 +65,10 @@ SHUFFLE = ImportedSeam(
     "keras.src.backend.tensorflow.random", "shuffle", "shuffles alike on all ranks while a step is checked"
 )
 
+# Imports.
+DEFERRED_PACKAGES = ("keras.wrappers", "keras.visualization", "keras.src.visualization")
+"""Packages that import scikit-learn and Matplotlib; where one is missing, nothing is deferred."""
+
 # Errors.
 CALL_INFO = "_keras_call_info_injected"
 """An attribute of an exception: if it is set, Keras adds no lines to an error that is raised in a layer."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.system import cuda_libraries, environment, mpi_libraries
+from hvdtrain.system.deferred_packages import deferred_packages
 
 # Lines that TensorFlow writes to stderr at every start and that no setting turns off: its absl
 # logging is not initialized in Python, so TF_CPP_MIN_LOG_LEVEL is ignored (seen with 2.21).
@@ -56,7 +57,7 @@ def import_tensorflow() -> None:
     if "tensorflow" in sys.modules:
         return
     environment.prepare_environment()
-    with without_startup_messages(), _without_garbage_collection():
+    with without_startup_messages(), _without_garbage_collection(), deferred_packages():
         import tensorflow as tf
 
         tf.config.list_physical_devices()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from elastic_runs import TRAIN, assert_equal_runs, summary, train_alone
-from launcher import ROOT, TESTS, Finished, Job
+from launcher import ROOT, Finished, Job
 from test_elastic_jobs import ElasticJob
 from test_faults import steps_of_checkpoints
 
@@ -48,7 +48,6 @@ class ManyRanks:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, record):
         self.folder, self.run_dir = folder, folder / "run"
         self._monkeypatch, self._record = monkeypatch, record
-        monkeypatch.setenv("PYTHONPATH", str(TESTS.parent / "lean_start"))
 
     def require_memory(self, ranks: int) -> None:
         available = psutil.virtual_memory().available
