@@ -4,6 +4,7 @@ import gc
 import inspect
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -95,7 +96,13 @@ def test_threads_import_it_once(package, monkeypatch):
     executed = []
     loader = package.extras.__loader__
     execute = loader.exec_module
-    monkeypatch.setattr(type(loader), "exec_module", lambda self, module: (executed.append(1), execute(module)))
+
+    def execute_slowly(self, module):
+        executed.append(1)
+        time.sleep(0.1)  # For the other threads to come.
+        execute(module)
+
+    monkeypatch.setattr(type(loader), "exec_module", execute_slowly)
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: package.extras.plot(), range(16)))
     assert found == ["a plot"] * 16
