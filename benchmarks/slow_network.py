@@ -106,7 +106,7 @@ def run(lab: Laboratory, task: str, data: Path, mode: str, options: list[str], r
     train = [sys.executable, "-m", "hvdtrain", *trained.options, *files, *options, "--check-every", "0"]
     # One thread: the hosts of the lab share this machine's cores.
     train += ["--threads", "1", "--checkpoint-every", "0", "--run-dir", str(run_dir), *MODES[mode]]
-    command = lab.command(lab.names[0], [str(LAUNCH / "mpirun.sh"), "-H", lab.slots(), *train])
+    command = lab.command(lab.names[0], [sys.executable, str(LAUNCH / "mpirun.py"), "-H", lab.slots(), *train])
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode != 0:
         sys.exit(f"{mode} failed:\n{done.stdout}\n{done.stderr}")
