@@ -4,9 +4,10 @@
     launch/run python benchmarks/slow_network.py --tasks cifar10 transformer --modes sync fragments,int4 --ranks 2
     launch/run python benchmarks/slow_network.py --tasks cifar10 --peaks --modes int4 fragments,int4 --ranks 2
 
-Hosts are network namespaces of this machine with one rank each. Trains a task in each mode, interleaved, with
-evaluations, which are included in the time: the digits task, the CIFAR-10 network on generated images, or a
-character-level transformer on real text. Prints the time each mode takes to reach the final loss of sync training.
+Hosts are network namespaces of this machine with one rank each. Trains a task in each mode, interleaved: the digits
+task, the CIFAR-10 network on generated images, or a character-level transformer on real text. Prints the time each mode
+takes to reach the final loss of sync training: that of the steps alone, at their mean, and that of the run, with
+compilation and evaluations, for which local training averages the whole model in single precision.
 With ``--peaks``, also the most bytes that a host sends in any 100 ms, in runs without evaluations, between their first
 log line and their last. The last results are in ``benchmarks/results/slow_network.json``; ``local_figure.py`` plots
 those of the digits task.
@@ -58,10 +59,11 @@ class Trained(NamedTuple):
     has_files: bool = False
 
 
+BATCH_SIZE = 32
 TASKS = {
     "digits": Trained([], 230, 46),
-    "cifar10": Trained(["--task", f"{HERE / 'learning_tasks.py'}:CIFAR10", "--histograms-every", "0"], 100, 20, True),
-    "transformer": Trained(["--task", f"{HERE / 'learning_tasks.py'}:TRANSFORMER"], 400, 40),
+    "cifar10": Trained(["--task", f"{HERE / 'learning_tasks.py'}:CIFAR10"], 100, 10, True),
+    "transformer": Trained(["--task", f"{HERE / 'learning_tasks.py'}:TRANSFORMER"], 300, 20),
 }
 LONGER = 3
 PEAK_S = 0.1
@@ -104,6 +106,7 @@ def run(lab: Laboratory, task: str, data: Path, mode: str, options: list[str], r
     trained = TASKS[task]
     files = ["--data-dir", str(data)] if trained.has_files else []
     train = [sys.executable, "-m", "hvdtrain", *trained.options, *files, *options, "--check-every", "0"]
+    train += ["--batch-size", str(BATCH_SIZE)]
     # One thread: the hosts of the lab share this machine's cores.
     train += ["--threads", "1", "--checkpoint-every", "0", "--run-dir", str(run_dir), *MODES[mode]]
     command = lab.command(lab.names[0], [sys.executable, str(LAUNCH / "mpirun.py"), "-H", lab.slots(), *train])
@@ -118,10 +121,12 @@ def train(lab: Laboratory, task: str, data: Path, mode: str, steps: int, every: 
     options = ["--steps", str(steps), "--eval-every", str(every), "--log-every", "1000"]
     run(lab, task, data, mode, options, run_dir)
     summary, curve = summary_and_curve(run_dir)
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "curve": curve,
+        "steps": [event["step"] for event in events if event["event"] == "eval"],
+        "step_s": BATCH_SIZE * len(lab.names) / summary["examples_per_second"],
         "bytes_sent_per_step": (lab.bytes_sent(lab.names[0]) - sent) / steps,
-        "step_ms": summary["step_ms"]["p50"],
         "hidden_share": summary.get("average_hidden_share"),
         "late_steps": summary.get("average_late_steps"),
         "samples": summary["samples"],
@@ -140,8 +145,10 @@ def peak_of(lab: Laboratory, task: str, data: Path, mode: str, steps: int, run_d
     return {"peak_bytes": sent.peak(times[0], times[-2]), "average_bytes_max": summary.get("average_bytes_max", 0)}
 
 
-def seconds_to(loss: float, curve: list[list[float]]) -> float | None:
-    return next((seconds for seconds, value in curve if value <= loss), None)
+def times_to(loss: float, run: dict[str, Any]) -> tuple[float, float] | None:
+    """Seconds until a run reaches a loss: of its steps alone, and of the run."""
+    found = zip(run["curve"], run["steps"], strict=True)
+    return next(((step * run["step_s"], seconds) for (seconds, value), step in found if value <= loss), None)
 
 
 def measure(lab: Laboratory, task: str, data: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -157,17 +164,23 @@ def measure(lab: Laboratory, task: str, data: Path, folder: Path, arguments: arg
 
 
 def report(key: str, runs: dict[str, list[dict[str, Any]]]) -> None:
-    goals = [run["curve"][-1][1] for run in runs["sync"]]
     for mode, each in runs.items():
-        times = [seconds_to(goal, run["curve"]) for goal, run in zip(goals, each, strict=True)]
-        ratios = [runs["sync"][i]["curve"][-1][0] / seconds for i, seconds in enumerate(times) if seconds is not None]
-        text = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "never"
+        ratios: list[list[float]] = []
+        for run, sync in zip(each, runs["sync"], strict=True):
+            goal = sync["curve"][-1][1]
+            ours, theirs = times_to(goal, run), (sync["steps"][-1] * sync["step_s"], sync["curve"][-1][0])
+            ratios += [] if ours is None else [[one / other for one, other in zip(theirs, ours, strict=True)]]
+        text = " and ".join(
+            f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+            for found in zip(*ratios, strict=True)
+        )
         hidden = statistics.median(run["hidden_share"] or 0 for run in each)
         sent = statistics.median(run["bytes_sent_per_step"] for run in each)
-        step_ms = statistics.median(run["step_ms"] for run in each)
+        step_ms = 1000 * statistics.median(run["step_s"] for run in each)
         print(
-            f"{key}, {mode}: {text}x as fast as sync to its final loss, reached in {len(ratios)} of {len(each)} runs; "
-            f"{step_ms:.0f} ms and {sent:.0f} bytes sent per step, {100 * hidden:.0f} % of the averaging overlapped",
+            f"{key}, {mode}: steps and run {text or 'never'} times as fast as sync to its final loss, reached in "
+            f"{len(ratios)} of {len(each)} runs; {step_ms:.0f} ms and {sent:.0f} bytes sent per step, "
+            f"{100 * hidden:.0f} % of the averaging overlapped",
             flush=True,
         )
 
