@@ -40,6 +40,8 @@ from elastic_runs import GLOBAL_BATCH, TRAIN, compared_averages, summary, train_
 from laboratory import Laboratory
 
 STALL_S, STEP_S = 15.0, 0.03
+NOTED_S = 3.0
+"""A process that trains has noted a step within this time."""
 MOST = 4
 WAIT_FREE = ("--mode", "local", "--sync-every", "8", "--wait-free")
 MOST_LOST_STEPS = 4 * 8
@@ -114,6 +116,12 @@ class Soak:
                 found.append(process)
         return sorted(found, key=lambda process: process.info["create_time"])
 
+    def _victims(self, members: list[psutil.Process]) -> list[psutil.Process]:
+        """Processes that train, but for the oldest."""
+        noted = {path.stem for path in self._steps.iterdir() if time.time() - path.stat().st_mtime < NOTED_S}
+        # More processes than may train wait: mostly the newest ones.
+        return [process for process in members[1:] if str(process.pid) in noted] or members[1:MOST]
+
     def _is_on_second_host(self, members: list[psutil.Process]) -> bool:
         """Whether a cut is a loss: the process of a slot that lost several waits before it starts again."""
         namespace = f"net:[{Path('/run/netns/lab2').stat().st_ino}]"
@@ -177,8 +185,7 @@ class Soak:
             self._lab.restore("lab2")
         else:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
-            # More processes than may train wait: the newest ones.
-            victim = self._random.choice(members[1:MOST])
+            victim = self._random.choice(self._victims(members))
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(number)
         until_s = time.monotonic() + 60
