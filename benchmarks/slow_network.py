@@ -59,7 +59,6 @@ class Trained(NamedTuple):
     has_files: bool = False
 
 
-BATCH_SIZE = 32
 TASKS = {
     "digits": Trained([], 230, 46),
     "cifar10": Trained(["--task", f"{HERE / 'learning_tasks.py'}:CIFAR10"], 100, 10, True),
@@ -106,7 +105,6 @@ def run(lab: Laboratory, task: str, data: Path, mode: str, options: list[str], r
     trained = TASKS[task]
     files = ["--data-dir", str(data)] if trained.has_files else []
     train = [sys.executable, "-m", "hvdtrain", *trained.options, *files, *options, "--check-every", "0"]
-    train += ["--batch-size", str(BATCH_SIZE)]
     # One thread: the hosts of the lab share this machine's cores.
     train += ["--threads", "1", "--checkpoint-every", "0", "--run-dir", str(run_dir), *MODES[mode]]
     command = lab.command(lab.names[0], [sys.executable, str(LAUNCH / "mpirun.py"), "-H", lab.slots(), *train])
@@ -115,17 +113,20 @@ def run(lab: Laboratory, task: str, data: Path, mode: str, options: list[str], r
         sys.exit(f"{mode} failed:\n{done.stdout}\n{done.stderr}")
 
 
-def train(lab: Laboratory, task: str, data: Path, mode: str, steps: int, every: int, run_dir: Path) -> dict[str, Any]:
+def train(
+    lab: Laboratory, task: str, data: Path, mode: str, batch_size: int, steps: int, every: int, run_dir: Path
+) -> dict[str, Any]:
     """Trains; returns the evaluations (seconds since the first step, loss), bytes sent and facts of the summary."""
     sent = lab.bytes_sent(lab.names[0])
     options = ["--steps", str(steps), "--eval-every", str(every), "--log-every", "1000"]
+    options += ["--batch-size", str(batch_size)]
     run(lab, task, data, mode, options, run_dir)
     summary, curve = summary_and_curve(run_dir)
     events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         "curve": curve,
         "steps": [event["step"] for event in events if event["event"] == "eval"],
-        "step_s": BATCH_SIZE * len(lab.names) / summary["examples_per_second"],
+        "step_s": batch_size * len(lab.names) / summary["examples_per_second"],
         "bytes_sent_per_step": (lab.bytes_sent(lab.names[0]) - sent) / steps,
         "hidden_share": summary.get("average_hidden_share"),
         "late_steps": summary.get("average_late_steps"),
@@ -133,11 +134,14 @@ def train(lab: Laboratory, task: str, data: Path, mode: str, steps: int, every: 
     }
 
 
-def peak_of(lab: Laboratory, task: str, data: Path, mode: str, steps: int, run_dir: Path) -> dict[str, int]:
+def peak_of(
+    lab: Laboratory, task: str, data: Path, mode: str, batch_size: int, steps: int, run_dir: Path
+) -> dict[str, int]:
     """Trains without evaluations; returns the most bytes in any 100 ms, and in an average."""
     sent = SentBytes(lab, lab.names[0])
+    options = ["--steps", str(steps), "--eval-every", "1000000", "--log-every", "16", "--batch-size", str(batch_size)]
     with sent.sampled():
-        run(lab, task, data, mode, ["--steps", str(steps), "--eval-every", "1000000", "--log-every", "16"], run_dir)
+        run(lab, task, data, mode, options, run_dir)
     events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     times = [event["time"] for event in events if event["event"] == "train"]
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -154,12 +158,13 @@ def times_to(loss: float, run: dict[str, Any]) -> tuple[float, float] | None:
 def measure(lab: Laboratory, task: str, data: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
     steps = arguments.steps or TASKS[task].steps
-    every = max(1, TASKS[task].eval_every * steps // TASKS[task].steps)
+    every = arguments.eval_every or max(1, TASKS[task].eval_every * steps // TASKS[task].steps)
     for repeat in range(arguments.repeats):
         for mode in arguments.modes:
             # Local training needs more steps to reach the same loss, and makes them faster.
             length = steps if mode == "sync" else LONGER * steps
-            runs[mode].append(train(lab, task, data, mode, length, every, folder / f"{mode}-{repeat}"))
+            run_dir = folder / f"{mode}-{repeat}"
+            runs[mode].append(train(lab, task, data, mode, arguments.batch_size, length, every, run_dir))
     return runs
 
 
@@ -192,7 +197,9 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync", "local", "overlap", "wait-free"])
     parser.add_argument("--rate-mbit", type=float, default=100)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32, help="of a rank")
     parser.add_argument("--steps", type=int, help="of sync mode (default: by task)")
+    parser.add_argument("--eval-every", type=int, help="default: by task")
     parser.add_argument("--peaks", action="store_true", help="only the peaks of bytes")
     arguments = parser.parse_args()
     path = HERE / "results" / "slow_network.json"
@@ -205,13 +212,15 @@ def main() -> None:
         ):
             folder = Path(name)
             for task in arguments.tasks:
-                key, data = f"{task}, {ranks} ranks, {arguments.rate_mbit:g} Mbit/s", folder / f"{task}-data"
+                key = f"{task}, {ranks} ranks, batch {arguments.batch_size}, {arguments.rate_mbit:g} Mbit/s"
+                data = folder / f"{task}-data"
                 if TASKS[task].has_files:
                     make = [sys.executable, "-m", "hvdtrain", *TASKS[task].options[:2], "--make-sample-data", str(data)]
                     subprocess.run(make, check=True, capture_output=True)
                 if arguments.peaks:
                     for mode in arguments.modes:
-                        found = peak_of(lab, task, data, mode, arguments.steps or 96, folder / f"{task}-{mode}-peak")
+                        run_dir = folder / f"{task}-{mode}-peak"
+                        found = peak_of(lab, task, data, mode, arguments.batch_size, arguments.steps or 96, run_dir)
                         results.setdefault(f"{key}, peaks", {})[mode] = found
                         print(f"{key}, {mode}: {found}", flush=True)
                 else:
