@@ -173,7 +173,8 @@ def report(key: str, runs: dict[str, list[dict[str, Any]]]) -> None:
         ratios: list[list[float]] = []
         for run, sync in zip(each, runs["sync"], strict=True):
             goal = sync["curve"][-1][1]
-            ours, theirs = times_to(goal, run), (sync["steps"][-1] * sync["step_s"], sync["curve"][-1][0])
+            ours, theirs = times_to(goal, run), times_to(goal, sync)
+            assert theirs is not None
             ratios += [] if ours is None else [[one / other for one, other in zip(theirs, ours, strict=True)]]
         text = " and ".join(
             f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
