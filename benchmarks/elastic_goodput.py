@@ -42,6 +42,7 @@ MODES = {
     "local": ["--mode", "local", "--sync-every", "8"],
     "overlap": ["--mode", "local", "--sync-every", "8", "--overlap"],
     "wait-free": ["--mode", "local", "--sync-every", "8", "--wait-free"],
+    "wait-free, quorum": ["--mode", "local", "--sync-every", "8", "--wait-free", "--round-quorum", str(RANKS - 1)],
 }
 
 
@@ -119,7 +120,7 @@ def measure(
     """Trains for about this time, killing ranks."""
     times = folder / "times"
     times.mkdir(parents=True)
-    steps = seconds / (BATCH_SIZE * SAMPLE_S * SLOWER) * (WITHOUT_WAITING if mode == "wait-free" else 1)
+    steps = seconds / (BATCH_SIZE * SAMPLE_S * SLOWER) * (WITHOUT_WAITING if mode.startswith("wait-free") else 1)
     line = [sys.executable, "-m", "hvdtrain", "elastic", f"1:{RANKS}", sys.executable, "-m", "hvdtrain"]
     line += ["--task", __file__, "--run-dir", str(folder / "run"), "--steps", str(round(steps))]
     line += ["--checkpoint-every", "0", "--global-batch-size", str(RANKS * BATCH_SIZE), *MODES[mode]]
@@ -147,7 +148,7 @@ def measure(
     summary = json.loads((folder / "run" / "summary.json").read_text())
     lost = summary.get("lost_steps", 0) * BATCH_SIZE
     # Without waiting, samples are counted when they are averaged.
-    entered = summary["samples"] - (0 if mode == "wait-free" else lost)
+    entered = summary["samples"] - (0 if mode.startswith("wait-free") else lost)
     noted = notes_in(times).values()
     return {
         "share": entered / possible_samples(times, step_s),

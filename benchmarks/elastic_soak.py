@@ -11,9 +11,9 @@ oldest process at each change of members. One process is left alone, so that the
 a rule is broken.
 
 ``--wait-free`` trains by local SGD without waiting. There, each average must be bit-identical in all processes that
-received it, and the samples of all steps must have been averaged, except for those of killed processes since their
-last contribution, at most four rounds of each; training itself fails if the ranks are not equal at the end. Options
-after ``--`` are added to those of the training.
+received it, and the samples of all steps must have been averaged, except for those of lost processes since their last
+contribution: at most four rounds of each, and what a process on a host that is cut off makes until it ends. Training
+itself fails if the ranks are not equal at the end. Options after ``--`` are added to those of the training.
 """
 
 import argparse
@@ -39,11 +39,15 @@ sys.path[:0] = [str(ROOT / "tests" / "parallel"), str(ROOT / "launch" / "lab")]
 from elastic_runs import GLOBAL_BATCH, TRAIN, compared_averages, summary, train_alone, weights
 from laboratory import Laboratory
 
-STALL_S = 15.0
+STALL_S, STEP_S = 15.0, 0.03
+NOTED_S = 3.0
+"""A process that trains has noted a step within this time."""
 MOST = 4
 WAIT_FREE = ("--mode", "local", "--sync-every", "8", "--wait-free")
 MOST_LOST_STEPS = 4 * 8
-"""Of a killed process, with WAIT_FREE: those of its last contribution and since, while it waited for others as well."""
+"""Of a lost process, with WAIT_FREE: those of its last contribution and since, while it waited for others as well."""
+MOST_LOST_STEPS_OF_CUT = MOST_LOST_STEPS + round(2 * STALL_S / STEP_S)
+"""It trains on until it notices."""
 LOSSES = ("kill", "stop", "cut")
 KINDS = ("kill", "stop", "leave", "join", "cut")
 
@@ -81,7 +85,7 @@ class Soak:
         self._steps, self.averages = folder / "steps", folder / "averages"
         self._steps.mkdir()
         self.averages.mkdir()
-        self._env = {**os.environ, "HVDTRAIN_TEST_STEP_S": "0.03", "HVDTRAIN_ELASTIC_TOKEN": "soak"}
+        self._env = {**os.environ, "HVDTRAIN_TEST_STEP_S": str(STEP_S), "HVDTRAIN_ELASTIC_TOKEN": "soak"}
         if options:
             self._env["HVDTRAIN_TEST_SAMPLES"] = str(self._steps)
             self._env["HVDTRAIN_TEST_AVERAGES"] = str(self.averages)
@@ -111,6 +115,12 @@ class Soak:
             if trains and process.info["status"] != psutil.STATUS_ZOMBIE:
                 found.append(process)
         return sorted(found, key=lambda process: process.info["create_time"])
+
+    def _victims(self, members: list[psutil.Process]) -> list[psutil.Process]:
+        """Processes that train, but for the oldest."""
+        noted = {path.stem for path in self._steps.iterdir() if time.time() - path.stat().st_mtime < NOTED_S}
+        # More processes than may train wait: mostly the newest ones.
+        return [process for process in members[1:] if str(process.pid) in noted] or members[1:MOST]
 
     def _is_on_second_host(self, members: list[psutil.Process]) -> bool:
         """Whether a cut is a loss: the process of a slot that lost several waits before it starts again."""
@@ -175,8 +185,7 @@ class Soak:
             self._lab.restore("lab2")
         else:
             number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGTERM}[kind]
-            # More processes than may train wait: the newest ones.
-            victim = self._random.choice(members[1:MOST])
+            victim = self._random.choice(self._victims(members))
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.send_signal(number)
         until_s = time.monotonic() + 60
@@ -216,7 +225,8 @@ def compared(soak: Soak, found: dict[str, Any]) -> bool:
     """Prints what became of the samples without waiting; returns whether they break a rule."""
     noted, averaged = soak.noted_samples(), found["samples"]
     losses = sum(soak.happened.get(kind, 0) for kind in LOSSES)
-    most = losses * MOST_LOST_STEPS * GLOBAL_BATCH
+    cuts = soak.happened.get("cut", 0)
+    most = ((losses - cuts) * MOST_LOST_STEPS + cuts * MOST_LOST_STEPS_OF_CUT) * GLOBAL_BATCH
     print(
         f"samples: {noted} in steps, {averaged} averaged, {noted - averaged} lost with {losses} processes; most {most}"
     )

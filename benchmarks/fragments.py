@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from local_convergence import TASKS, Digits, Text, topology
+from learning_tasks import TASKS, Digits, Text
+from local_convergence import topology
 
 import hvdtrain
 from hvdtrain import LocalSGDConfig

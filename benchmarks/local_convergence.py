@@ -23,15 +23,12 @@ import hvdtrain
 
 topology = hvdtrain.init(seed=0)
 import keras
-import numpy as np
-from keras import layers
+from learning_tasks import TASKS, Digits, Text
 
 from hvdtrain import LocalSGDConfig
-from hvdtrain.data import Arrays, Data
+from hvdtrain.data import Data
 from hvdtrain.system import versions
-from hvdtrain.tasks.loading import load_task
 
-CONTEXT_BYTES = 24
 T_OF_95_PERCENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """Quantiles of Student's t distribution, by degrees of freedom."""
 
@@ -84,81 +81,6 @@ class SlowRank(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if topology.rank == 1:
             time.sleep(time.perf_counter() - self._began_s)
-
-
-class Digits:
-    steps = 345  # 15 epochs on 2 ranks
-
-    def __init__(self) -> None:
-        self.task = load_task("digits")
-        self.data = self.task.read_data(None)
-        self.training, self.evaluation = self.data.training, self.data.evaluation
-
-    def model(self, rate: float) -> keras.Model:
-        model = self.task.make_model(self.data)
-        model.compile(optimizer=keras.optimizers.Adam(rate * 2e-3), loss=self.task.make_loss())
-        return model
-
-
-class Text:
-    steps = 800
-
-    def __init__(self) -> None:
-        text = b"".join(_sources("keras") + _sources("numpy"))
-        data = np.frombuffer(text, np.uint8)
-        windows = np.lib.stride_tricks.sliding_window_view(data, CONTEXT_BYTES + 1)
-        last = int(0.95 * len(windows))
-        self.bytes = len(data)
-        # Every third window only: overlapping samples hardly differ.
-        self.training = _samples(windows[:last:3])
-        self.evaluation = _samples(windows[last + CONTEXT_BYTES :: 97])
-
-    def model(self, rate: float) -> keras.Model:
-        model = keras.Sequential(
-            [
-                layers.Input((CONTEXT_BYTES,), dtype="int32"),
-                layers.Embedding(256, 16),
-                layers.Flatten(),
-                layers.Dense(128, activation="relu"),
-                layers.Dense(256),
-            ]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(rate * 1e-3), loss=loss)
-        return model
-
-
-class Transformer(Text):
-    """A character-level transformer of two blocks, 135 kB of parameters."""
-
-    steps = 400
-
-    def model(self, rate: float) -> keras.Model:
-        tokens = layers.Input((CONTEXT_BYTES,), dtype="int32")
-        positions = keras.ops.arange(CONTEXT_BYTES)
-        x = layers.Embedding(256, 32)(tokens) + layers.Embedding(CONTEXT_BYTES, 32)(positions)
-        for _ in range(2):
-            normal = layers.LayerNormalization()(x)
-            x = x + layers.MultiHeadAttention(2, 16)(normal, normal, use_causal_mask=True)
-            x = x + layers.Dense(32)(layers.Dense(64, activation="relu")(layers.LayerNormalization()(x)))
-        logits = layers.Dense(256)(layers.LayerNormalization()(x[:, -1]))
-        model = keras.Model(tokens, logits)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer=keras.optimizers.Adam(rate * 3e-3), loss=loss)
-        return model
-
-
-TASKS: dict[str, Callable[[], Digits | Text]] = {"digits": Digits, "text": Text, "transformer": Transformer}
-
-
-def _sources(package: str) -> list[bytes]:
-    module = __import__(package)
-    folder = Path(str(module.__file__)).parent
-    return [path.read_bytes() for path in sorted(folder.rglob("*.py"))]
-
-
-def _samples(windows: np.ndarray) -> Arrays:
-    return Arrays(windows[:, :-1].astype(np.int32), windows[:, -1].astype(np.int32))
 
 
 def final_loss(task: Digits | Text, way: Way, seed: int, rate: float) -> float:

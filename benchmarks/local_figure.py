@@ -27,7 +27,7 @@ def main() -> None:
     slow = json.loads((RESULTS / "slow_network.json").read_text())
     uneven = json.loads((RESULTS / "uneven_ranks-mpi.json").read_text())
     figure, (upper, lower) = plt.subplots(2, 1, figsize=(4.4, 7), layout="constrained")
-    draw(upper, "2 hosts, 100 Mbit/s, 20 ms round trip", slow["2"])
+    draw(upper, "2 hosts, 100 Mbit/s, 20 ms round trip", slow["digits, 2 ranks, batch 32, 100 Mbit/s"])
     draw(lower, "4 ranks, one of them at half speed", uneven["runs"])
     FIGURE.parent.mkdir(exist_ok=True)
     with plt.rc_context({"svg.hashsalt": FIGURE.name}):

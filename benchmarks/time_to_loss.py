@@ -23,7 +23,7 @@ import keras
 import numpy as np
 from delays import Delay, WeightsOverTime
 from keras import layers
-from local_convergence import CONTEXT_BYTES, Text
+from learning_tasks import CONTEXT_BYTES, Text
 
 from hvdtrain import BalanceConfig, QuorumConfig
 from hvdtrain.data import Arrays, Data

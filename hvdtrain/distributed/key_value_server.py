@@ -1,6 +1,7 @@
 """The server in which the ranks of a job over Gloo look for values, as Horovod asks for them. Does not import
 TensorFlow."""
 
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -54,6 +55,8 @@ class KeyValueServer:
     def close(self) -> None:
         """Stops serving."""
         if self._thread.is_alive():
+            # Wakes the thread, which otherwise looks only at its next poll: ranks that change wait for it.
+            self._server.socket.shutdown(socket.SHUT_RDWR)
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()

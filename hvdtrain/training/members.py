@@ -74,12 +74,14 @@ class _TrainerState:
         collectives: Collectives,
         *,
         is_newcomer: bool,
+        on_undo: Callable[[], None],
     ):
         self.model = model
         self.parts = parts
         self._state = state
         self._collectives = collectives
         self._is_newcomer = is_newcomer
+        self._on_undo = on_undo
         self.num_ranks = collectives.size
         """Number of ranks when this process's variables were last in sync."""
         self.history: list[dict[str, float]] = []
@@ -89,6 +91,7 @@ class _TrainerState:
         self.parts.train_step.run(1)
 
     def undo(self) -> None:
+        self._on_undo()
         self.parts.strategy.settle()
         self.parts.train_step.undo_interrupted()
         progress, steps_made = self.parts.progress, self.parts.train_step.steps_made
@@ -203,10 +206,14 @@ def make_members(
     collectives: Collectives,
     watch: JobWatch,
     *,
+    on_undo: Callable[[], None],
     on_change: Callable[[Mapping[str, float], int], None],
     on_leave: Callable[[], None],
 ) -> Members:
     """The members of the job that this process belongs to; see :class:`ElasticMembers`.
+
+    Args:
+        on_undo: called when the collectives have been cut, or are idle, before this process connects to other ranks.
 
     Raises:
         UsageError: the collectives do not allow other ranks.
@@ -215,5 +222,6 @@ def make_members(
         return FixedMembers()
     if not isinstance(collectives, ElasticCollectives):
         raise UsageError("an elastic job needs its own collectives. Received: others. Leave collectives out.")
-    shared = _TrainerState(model, parts, state, collectives, is_newcomer=watch.coordinator.must_warm_up)
+    is_newcomer = watch.coordinator.must_warm_up
+    shared = _TrainerState(model, parts, state, collectives, is_newcomer=is_newcomer, on_undo=on_undo)
     return ElasticMembers(shared, collectives, watch, on_change=on_change, on_leave=on_leave)

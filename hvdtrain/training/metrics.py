@@ -5,9 +5,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.seams import keras_internals
+from hvdtrain.system.background import BackgroundTask
 from hvdtrain.training.metric_state import require_none_violated, violations
 from hvdtrain.training.returned_results import ReturnedResults
 
@@ -41,13 +43,52 @@ def results_if_complete(
     """
     returned = returned or ReturnedResults()
     # In one allreduce: a small one takes only latency.
-    *totals, last, num_complete, violated = collectives.sum(
-        [*sums(model), returned.last(), np.array(is_complete, np.float32), violations(model)]
-    )
-    require_none_violated(model, violated)
-    if num_complete < collectives.size:
+    totals = collectives.sum([*_own_sums(model, returned), np.array(is_complete, np.float32)])
+    if totals.pop() < collectives.size:
         return None
-    found = results_of(model, totals, lambda: returned.results(model, last / collectives.size))
+    return _results_of_all(model, returned, totals, collectives.size)
+
+
+class ResultsInBackground:
+    """As :func:`reduced_results`, of the steps made so far, while ranks continue to train.
+
+    All ranks must construct it, in the same order, each when the one before is done.
+    """
+
+    def __init__(self, model: keras.Model, collectives: Collectives, returned: ReturnedResults):
+        self._model = model
+        self._returned = returned
+        self._size = collectives.size
+        own = [tf.constant(each) for each in _own_sums(model, returned)]
+        self._totals = BackgroundTask(lambda: collectives.sum_tensors(own, "hvdtrain_results"), "results")
+
+    @property
+    def is_done(self) -> bool:
+        return self._totals.is_done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank was lost; waits for the others."""
+        return self._totals.has_failed
+
+    def results(self) -> dict[str, Any]:
+        """The results; waits for them."""
+        totals = [each.numpy() for each in self._totals.result()]
+        return _results_of_all(self._model, self._returned, totals, self._size)
+
+
+def _own_sums(model: keras.Model, returned: ReturnedResults) -> list[np.ndarray]:
+    """What is summed over ranks, of this rank's samples."""
+    return [*sums(model), returned.last(), violations(model)]
+
+
+def _results_of_all(
+    model: keras.Model, returned: ReturnedResults, totals: Sequence[np.ndarray], size: int
+) -> dict[str, Any]:
+    """The results from what :func:`_own_sums` returns, summed over ``size`` ranks."""
+    *state, last, violated = totals
+    require_none_violated(model, violated)
+    found = results_of(model, state, lambda: returned.results(model, last / size))
     return {name: value if np.ndim(value) == 0 else value.tolist() for name, value in found.items()}
 
 

@@ -1,6 +1,6 @@
 """What a trainer reports: log lines, histograms, and the summary at the end."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 
@@ -22,12 +22,20 @@ from hvdtrain.training.clock import Clock
 from hvdtrain.training.config import StepConfig
 from hvdtrain.training.gradient_record import GradientRecord
 from hvdtrain.training.load_balancing import LoadBalancer
-from hvdtrain.training.metrics import reduced_results, single_numbers
+from hvdtrain.training.metrics import ResultsInBackground, reduced_results, single_numbers
 from hvdtrain.training.progress import Progress
 from hvdtrain.training.returned_results import ReturnedResults
 from hvdtrain.training.step_times import TimeShares
 from hvdtrain.training.stragglers import possible_remedies
 from hvdtrain.training.strategies.strategy import Strategy
+
+
+class PendingLine(NamedTuple):
+    """A log line, without the results that are being reduced."""
+
+    step: int
+    results: ResultsInBackground
+    gauges: dict[str, float]
 
 
 class TrainingReport:
@@ -63,6 +71,7 @@ class TrainingReport:
         self._activations = activations
         self._collectives = collectives
         self._reporter = reporter
+        self._pending: PendingLine | None = None
 
     def shape(self, total_steps: int) -> RunShape:
         """The length of a run of ``total_steps`` steps, which this process begins or resumes at the current step."""
@@ -95,7 +104,7 @@ class TrainingReport:
         return progress.values
 
     def log(self, clock: Clock) -> None:
-        """Reports loss, metrics and speed."""
+        """Logs loss, metrics and speed; if no rank waits for others, when :meth:`log_pending` finds them complete."""
         gauges = {
             "learning_rate": float(leaves_of(self._model)[0].learning_rate),
             "gradient_norm": self._record.norm(),
@@ -105,7 +114,35 @@ class TrainingReport:
             **gpu_gauges(),
             **(clock.speed_since_last(self._feed.plan.global_batch_size) if clock.has_timed else {}),
         }
-        self._reporter.progressed(self._progress.step, {**single_numbers(self.epoch_so_far()), **gauges})
+        if self._strategy.waits_for_ranks:
+            self._reporter.progressed(self._progress.step, {**single_numbers(self.epoch_so_far()), **gauges})
+            return
+        self.log_pending(waits=True)
+        results = ResultsInBackground(self._model, self._collectives, self._returned)
+        self._pending = PendingLine(self._progress.step, results, gauges)
+
+    def log_pending(self, *, waits: bool = False) -> None:
+        """Logs the line that is pending if its results are complete.
+
+        Args:
+            waits: wait for them.
+        """
+        line = self._pending
+        if line is None or not (waits or line.results.is_done):
+            return
+        self._pending, progress, results = None, self._progress, line.results.results()
+        if line.step >= progress.values_step:
+            progress.values, progress.values_step = results, line.step
+        self._reporter.progressed(line.step, {**single_numbers(results), **line.gauges})
+
+    def settle(self) -> None:
+        """Logs the line that is pending, or drops it if a rank was lost.
+
+        Call it when the collectives have been cut, or are idle.
+        """
+        if self._pending is not None and self._pending.results.has_failed:
+            self._pending = None
+        self.log_pending(waits=True)
 
     def _lost(self) -> dict[str, float]:
         """What steps lost, as far as this rank knows: only what there is."""

@@ -134,6 +134,7 @@ class Trainer:
             self._state,
             collectives,
             job_watch,
+            on_undo=lambda: self._report.settle(),
             on_change=self._members_changed,
             on_leave=self._leave,
         )
@@ -332,6 +333,7 @@ class Trainer:
         self._reporter.members_changed(self._progress.step, {**change, "ranks_before": ranks_before})
 
     def _leave(self) -> None:
+        self._report.settle()
         if self._checkpointer is not None:
             self._checkpointer.wait()
         self._reporter.close()
@@ -345,6 +347,7 @@ class Trainer:
             if progress.is_between_calls:
                 self._stop_if_requested()
                 self._run_steps(call_end - progress.step)
+                self._report.log_pending()
             if progress.step >= next_due or progress.is_stopped:
                 self._train_step.settle()
                 self._after_steps()
@@ -409,6 +412,7 @@ class Trainer:
         if not progress.is_logged:
             self._log_steps()
         if self._evaluator is not None and (self._is_due("eval") or progress.is_stopped):
+            self._report.log_pending(waits=True)
             results = self._evaluator.run(self._callbacks, self.step)
             self._stop_if_requested()
             assert results is not None
@@ -461,6 +465,7 @@ class Trainer:
         self._progress.is_in_epoch = False
         if not self._callbacks.names:
             return False  # No callback needs the values: no reduction.
+        self._report.log_pending(waits=True)
         values = self._report.epoch_so_far()
         ema = ema_weights(self.model) if self._shows_ema else nullcontext()
         with self._strategy.synchronized(), ema:
@@ -468,6 +473,7 @@ class Trainer:
 
     def _save(self, wait: bool = False) -> None:
         assert self._checkpointer is not None
+        self._report.log_pending(waits=True)
         self._job_watch.heartbeat("saving", self.step)
         start_s = time.perf_counter()
         self._state.save(self._checkpointer, wait=wait)
@@ -477,6 +483,7 @@ class Trainer:
 
     def _finish(self, restored: Restored | None) -> dict[str, Any]:
         self._reporter.profile_ends()
+        self._report.log_pending(waits=True)
         self._strategy.compare_replicas()
         if self._checkpointer is not None:
             self._save(wait=True)

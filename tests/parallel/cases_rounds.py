@@ -17,6 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.local_sgd.averager import OwnRound
 from hvdtrain.local_sgd.fragment import Fragment
 from hvdtrain.local_sgd.round_agreement import RoundAgreement
+from hvdtrain.loggers.reporter import Reporter
 from hvdtrain.training.train_step import TrainStep
 
 # Ranks' steps differ in length by these factors.
@@ -166,6 +167,52 @@ def test_a_replay_is_bit_identical_also_if_it_is_stopped_and_resumed(more, folde
     assert resumed["weights_sha256"] == first["weights_sha256"]
     COLLECTIVES.barrier()
     assert again.read_text() == record.read_text()
+
+
+class Lines(Reporter):
+    """Collects log lines."""
+
+    def __init__(self):
+        self.received: list[tuple[int, float]] = []
+
+    def progressed(self, step, values):
+        self.received.append((step, values["loss"]))
+
+
+def test_a_log_line_makes_no_rank_wait_for_another(folder, monkeypatch):
+    """While the last rank is in a step, rank 0 makes many, although the round ends, and a line is due."""
+    made, run, waited, lines = folder / "steps", TrainStep.run, [], Lines()
+    is_late = RANK == SIZE - 1
+
+    def made_by_first() -> int:
+        return len(made.read_bytes()) if made.exists() else 0
+
+    def run_and_note(self, steps):
+        averager = trainer.parts.strategy._averager
+        if is_late and not waited and averager.rounds > 4 and averager._steps > averager.every:
+            # It is ready to end the round, which the others then end.
+            waited.append(made_by_first())
+            until_s = time.monotonic() + 30
+            while made_by_first() < waited[0] + 12 and time.monotonic() < until_s:
+                time.sleep(STEP_S)
+            waited.append(made_by_first())
+        time.sleep(STEP_S if is_late else 5 * STEP_S)
+        run(self, steps)
+        if RANK == 0:
+            with made.open("ab") as file:
+                file.write(b"." * steps)
+
+    monkeypatch.setattr(TrainStep, "run", run_and_note)
+    options = {**WAIT_FREE, "sync_every": 3, "steps": 500, "log_every": 1, "eval_every": 1000}
+    trainer = make_run(adam, folder / "run", reporter=lines, **options)
+    summary = trainer.fit()
+    if is_late:
+        assert waited[1] >= waited[0] + 12
+    # Each round has a line, in order; the last one is that of the summary.
+    steps = [step for step, _ in lines.received]
+    assert steps == sorted(set(steps))
+    assert len(steps) > 5
+    assert lines.received[-1] == (500, summary["loss"])
 
 
 def test_a_longer_run_than_the_record_is_refused():

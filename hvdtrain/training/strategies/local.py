@@ -41,7 +41,7 @@ class LocalStrategy(Strategy):
         self._job_watch = context.job_watch
         self._config = config
         self._total_steps = total_steps
-        self.in_lockstep = not config.wait_free
+        self.in_lockstep = self.waits_for_ranks = not config.wait_free
         self._replay = recording.replay
         self._record = None if recording.record is None else RoundRecord(recording.record, self._collectives)
         self._averager = ParameterAverager(

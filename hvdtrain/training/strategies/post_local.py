@@ -27,7 +27,7 @@ class PostLocalStrategy(Strategy):
         self._switch_step = switch_step
         self._progress = progress
         self.marks: tuple[int, ...] = (switch_step,)
-        self.in_lockstep = then.in_lockstep
+        self.in_lockstep, self.waits_for_ranks = then.in_lockstep, then.waits_for_ranks
 
     @property
     def _has_switched(self) -> bool:

@@ -54,6 +54,8 @@ class Strategy(Protocol):
     """Whether ranks make every step together, so that their step times can be compared."""
     ranks_are_independent: bool
     """Whether each rank trains its own replica, so that per-rank results can differ."""
+    waits_for_ranks: bool = True
+    """Whether ranks may wait for each other between their steps, for a log line for example."""
 
     @property
     def makes_common_steps(self) -> bool:
