@@ -3,8 +3,9 @@
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -37,14 +38,36 @@ class S3Server:
         s3fs.S3FileSystem().mkdir(bucket)
         self.url = f"s3://{bucket}"
 
-    def refuse_for(self, seconds: float) -> None:
-        """Refuses connections for a time; what is stored stays."""
+    def refuse_until(self, is_noticed: Callable[[], bool], most_s: float) -> bool:
+        """Refuses connections until that has been noticed, or for so long; what is stored stays.
+
+        Returns:
+            Whether it was noticed.
+        """
         from moto.server import ThreadedMotoServer
 
         self._server.stop()
-        time.sleep(seconds)
+        until_s = time.monotonic() + most_s
+        while not (noticed := is_noticed()) and time.monotonic() < until_s:
+            time.sleep(0.02)
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
         self._server.start()
+        return noticed
+
+    def slow_for(self, seconds: float, delay_s: float) -> int:
+        """Delays each answer for a time; returns how many were due."""
+        plain = self._server._server.app
+        delayed = []
+
+        def slow(environ: Any, start_response: Any) -> Any:
+            delayed.append(environ["PATH_INFO"])
+            time.sleep(delay_s)
+            return plain(environ, start_response)
+
+        self._server._server.app = slow
+        time.sleep(seconds)
+        self._server._server.app = plain
+        return len(delayed)
 
     def close(self) -> None:
         import s3fs

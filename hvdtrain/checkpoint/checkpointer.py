@@ -1,6 +1,7 @@
 """Saves the state of a training job on rank 0 and restores it on all ranks."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,7 @@ from hvdtrain.system.supervisor_client import note_checkpoint
 from hvdtrain.system.terminal import report
 
 _MAX_FAILURES = 3
+_NOTEWORTHY_WAIT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Checkpointer:
         self._identity = dict(identity or {})
         self._collectives = collectives or runtime.current().collectives
         self._writer = BackgroundWriter(self._warn)
+        self._has_reported_wait = False
         # Whether all checkpoints in the folder belong to this run: rank 0 has restored one, found none, or renamed the
         # others.
         self._owns_all = False
@@ -137,7 +140,16 @@ class Checkpointer:
         self._require_few_failures(1)
 
     def _begin(self, step: int, specs: Sequence[Sequence[Spec]]) -> Draft:
+        start_s = time.monotonic()
         self._writer.wait()
+        waited_s = time.monotonic() - start_s
+        if waited_s > _NOTEWORTHY_WAIT_S and not self._has_reported_wait:
+            self._has_reported_wait = True
+            report(
+                0,
+                f"step {step} waited {waited_s:.0f} s until the checkpoint before was written to {self._folder.name}: "
+                "save less often, or to a faster place. Later waits are not reported.",
+            )
         return Draft(self._directory, step, specs)
 
     def _commit(

@@ -7,7 +7,8 @@ JSON, and the bytes of all tensors. Rank R's tensors are named ``rankR/…`` and
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -51,17 +52,28 @@ class RankFileWriter:
         first = _LENGTH_BYTES + len(header)
         self._positions = [first + begin for begin in self._begins]
         self._file = path.open("xb", buffering=0)
-        self._file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-        self._file.truncate(first + end)
+        with self._closed_on_failure():
+            self._file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+            self._file.truncate(first + end)
+
+    @contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """The error refers to this object and may be kept: an open file would take up space though it is deleted."""
+        try:
+            yield
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, rank: int, piece: np.ndarray) -> None:
         """Writes a rank's next bytes."""
         self._digests[rank].update(piece.data)
         rest = piece.data
-        while rest:
-            written = os.pwrite(self._file.fileno(), rest, self._positions[rank])
-            self._positions[rank] += written
-            rest = rest[written:]
+        with self._closed_on_failure():
+            while rest:
+                written = os.pwrite(self._file.fileno(), rest, self._positions[rank])
+                self._positions[rank] += written
+                rest = rest[written:]
 
     def close(self) -> list[str]:
         """Closes the file; returns the digest of each rank's bytes."""

@@ -127,7 +127,7 @@ def _asking_once() -> Iterator[None]:
     if rendezvous is None:
         yield
         return
-    with local_rendezvous(environment.place(), rendezvous) as local:
+    with local_rendezvous(environment.place(), rendezvous, environment.elastic_token() or "") as local:
         environment.set_rendezvous(local)
         try:
             yield

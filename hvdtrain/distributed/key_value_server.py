@@ -1,10 +1,18 @@
 """The server in which the ranks of a job over Gloo look for values, as Horovod asks for them. Does not import
 TensorFlow."""
 
+import hmac
 import socket
 import sys
 import threading
 from collections.abc import Callable
+
+_REFUSED = 403
+
+
+def authorization(token: str) -> dict[str, str]:
+    """The header of a request to a server with a token."""
+    return {"Authorization": f"Bearer {token}"}
 
 
 class KeyValueServer:
@@ -14,12 +22,28 @@ class KeyValueServer:
         host: the address to listen on.
         get: returns the value of a key in a scope; None if there is none yet, so that Horovod asks again.
         put: receives the value of a key in a scope.
+        token: requests without it are refused; empty: all are answered, as Horovod's own requests have none.
     """
 
-    def __init__(self, host: str, get: Callable[[str, str], bytes | None], put: Callable[[str, str, bytes], None]):
+    def __init__(
+        self,
+        host: str,
+        get: Callable[[str, str], bytes | None],
+        put: Callable[[str, str, bytes], None],
+        token: str = "",
+    ):
         from horovod.runner.http import http_server  # not above: most processes need none
 
         class Handler(http_server.KVStoreHandler):
+            def parse_request(self) -> bool:
+                if not super().parse_request():
+                    return False
+                received = self.headers.get("Authorization", "").encode()
+                if token and not hmac.compare_digest(received, authorization(token)["Authorization"].encode()):
+                    self.send_status_code(_REFUSED)
+                    return False
+                return True
+
             def _get_value(self, scope: str, key: str) -> bytes | None:
                 return get(scope, key)
 

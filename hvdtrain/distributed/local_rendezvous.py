@@ -5,7 +5,7 @@ import http.client
 import threading
 from collections.abc import Iterator, Mapping
 
-from hvdtrain.distributed.key_value_server import KeyValueServer
+from hvdtrain.distributed.key_value_server import KeyValueServer, authorization
 
 _HOST = "127.0.0.1"
 # Thousands of ranks are answered within a minute.
@@ -15,7 +15,9 @@ _OK, _NOT_FOUND = 200, 404
 
 
 @contextlib.contextmanager
-def local_rendezvous(place: Mapping[str, int], rendezvous: tuple[str, int]) -> Iterator[tuple[str, int]]:
+def local_rendezvous(
+    place: Mapping[str, int], rendezvous: tuple[str, int], token: str = ""
+) -> Iterator[tuple[str, int]]:
     """In the block, answers Horovod at the address and port that it yields.
 
     Horovod asks for the addresses of all connections of each other rank: of N ranks, for N² values of N addresses. A
@@ -24,8 +26,9 @@ def local_rendezvous(place: Mapping[str, int], rendezvous: tuple[str, int]) -> I
     Args:
         place: see :func:`~hvdtrain.system.environment.set_place`.
         rendezvous: the address and port of the job's :class:`~hvdtrain.distributed.rendezvous.Rendezvous`.
+        token: the rendezvous' token.
     """
-    answers = _Answers(place, rendezvous)
+    answers = _Answers(place, rendezvous, token)
     server = KeyValueServer(_HOST, answers.get, answers.put)
     server.start()
     try:
@@ -35,13 +38,14 @@ def local_rendezvous(place: Mapping[str, int], rendezvous: tuple[str, int]) -> I
 
 
 class _Answers:
-    def __init__(self, place: Mapping[str, int], rendezvous: tuple[str, int]):
+    def __init__(self, place: Mapping[str, int], rendezvous: tuple[str, int], token: str):
         self._places = {
             "global": (place["rank"], place["size"]),
             "local": (place["local_rank"], place["local_size"]),
             "cross": (place["cross_rank"], place["cross_size"]),
         }
         self._rendezvous = rendezvous
+        self._headers = authorization(token)
         self._lock = threading.Lock()
         self._gathered: dict[tuple[str, str], bytes] = {}
         self._is_lost = False
@@ -82,7 +86,7 @@ class _Answers:
         """The status and the content of the answer; None if there is none."""
         connection = http.client.HTTPConnection(*self._rendezvous, timeout=_TIMEOUT_S)
         try:
-            connection.request(method, f"/{scope}/{key}", value)
+            connection.request(method, f"/{scope}/{key}", value, self._headers)
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):

@@ -20,10 +20,11 @@ class Rendezvous(KeyValueServer):
 
     Args:
         host: the address to listen on.
+        token: see :class:`KeyValueServer`.
     """
 
-    def __init__(self, host: str):
-        super().__init__(host, self.get, self.put)
+    def __init__(self, host: str, token: str = ""):
+        super().__init__(host, self.get, self.put, token)
         self._lock = threading.Lock()
         # Of names and of addresses, by scope.
         self._values: dict[tuple[str, bool], dict[str, bytes]] = defaultdict(dict)

@@ -15,7 +15,8 @@ from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
-from hvdtrain.system import devices, environment, network
+from hvdtrain.system import devices, environment, network, process_limit
+from hvdtrain.system.terminal import report
 
 OnUnequal = Literal["stop", "warn", "ignore"]
 
@@ -102,6 +103,8 @@ def _start(
     if timeline is not None:
         environment.enable_timeline(timeline)
     launcher = environment.launcher()
+    if (shortage := process_limit.shortage()) is not None:
+        report(launcher.rank, shortage)
     collectives: Collectives
     if environment.elastic_job() is not None:
         if not environment.has_joined():

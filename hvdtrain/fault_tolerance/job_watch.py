@@ -12,6 +12,7 @@ from hvdtrain.fault_tolerance.control_thread import EXIT_ACTIONS_S
 from hvdtrain.fault_tolerance.monitor_thread import MonitorThread
 from hvdtrain.fault_tolerance.stall_detection import Position
 from hvdtrain.fault_tolerance.stop_consensus import StopPoint
+from hvdtrain.system import transfers
 from hvdtrain.system.background import run_with_timeout
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class JobWatch:
             collectives.rank,
             open_channel(collectives),
             stop_point=self._stop_point,
-            position=lambda: self._position,
+            position=lambda: self._position._replace(transfers=transfers.count()),
             exit_actions=self._run_exit_actions,
             stall_timeout_s=self._stall_timeout_s,
             clock=self._clock,

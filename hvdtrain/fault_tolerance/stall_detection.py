@@ -28,6 +28,8 @@ class Position(NamedTuple):
     """Number of heartbeats so far; equal on all ranks that have made the same progress."""
     where: str = ""
     step: int | None = None
+    transfers: int = 0
+    """What it has moved to and from object stores; see :mod:`hvdtrain.system.transfers`."""
 
     @property
     def at_step(self) -> str:
@@ -78,14 +80,15 @@ class StallDetector:
 
     def __init__(self, now: float):
         self._since = now
-        self._heartbeats: dict[int, int] = {}
+        self._progress: dict[int, tuple[int, int]] = {}
         self._stacks: dict[int, tuple[Position, list[str]]] = {}
         self.stacks_requested = False
 
     def update(self, rank: int, position: Position, now: float) -> None:
         """Records a rank's position; a new one ends the stall."""
-        if self._heartbeats.get(rank, 0) != position.heartbeats:
-            self._heartbeats[rank] = position.heartbeats
+        progress = position.heartbeats, position.transfers
+        if self._progress.get(rank, (0, 0)) != progress:
+            self._progress[rank] = progress
             self.reset(now)
 
     def reset(self, now: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.errors import StoreError
 from hvdtrain.stores.urls import join, parts_of, require_usable
+from hvdtrain.system import transfers
 from hvdtrain.system.bounded_files import MAX_BYTES
 
 # What the file systems of fsspec call it: S3, Google, Azure, then times.
@@ -80,13 +81,13 @@ class Store:
     def upload(self, path: Path, name: str) -> None:
         """Copies a local file to the store."""
         with self._as_store_error():
-            self._fs.put_file(str(path), self._path(name))
+            self._fs.put_file(str(path), self._path(name), callback=_noting_transfers())
 
     def download(self, name: str, path: Path) -> None:
         """Copies a file to a local path, whose folder is created."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._as_store_error():
-            self._fs.get_file(self._path(name), str(path))
+            self._fs.get_file(self._path(name), str(path), callback=_noting_transfers())
 
     def copy(self, name: str, other: str) -> None:
         """Copies a file within the store."""
@@ -120,6 +121,18 @@ class Store:
         """Errors of a store's own library become StoreError, with the URL, in one line."""
         try:
             yield
+            transfers.note()
         except Exception as error:
             text = (str(error).splitlines() or [""])[0]
             raise StoreError(f"{self.url}: {text or type(error).__name__}") from error
+
+
+def _noting_transfers() -> Any:
+    """A callback of fsspec: a file that takes longer than the stall timeout is no stall while its parts move."""
+    from fsspec.callbacks import Callback
+
+    class Noting(Callback):
+        def relative_update(self, inc: int = 1) -> None:
+            transfers.note()
+
+    return Noting()

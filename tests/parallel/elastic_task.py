@@ -9,7 +9,8 @@ settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
 ``HVDTRAIN_TEST_TIMES`` names a folder, in which each process notes when it has completed its steps.
 ``HVDTRAIN_TEST_SAMPLES`` names a folder, in which each process notes the samples of each step that it makes beside
-others; such steps take at least ``HVDTRAIN_TEST_STEP_S`` seconds. In local mode, callbacks do not see each step.
+others; such steps take at least ``HVDTRAIN_TEST_STEP_S`` seconds, or those in the file of this name while there is one.
+In local mode, callbacks do not see each step.
 ``HVDTRAIN_TEST_AVERAGES`` names a folder, in which each process notes the digest of each average that it receives.
 """
 
@@ -68,11 +69,21 @@ def events_at(step: int, where: str) -> None:
             os.kill(os.getpid(), getattr(signal, name))
 
 
+def step_s() -> float:
+    value = os.environ.get("HVDTRAIN_TEST_STEP_S", "0")
+    if not value.startswith("/"):
+        return float(value)
+    try:
+        return float(Path(value).read_text())
+    except OSError:
+        return 0.0
+
+
 def note_samples(samples: int) -> None:
     folder = os.environ.get("HVDTRAIN_TEST_SAMPLES")
     # A newcomer compiles its step by making one alone.
     if folder and runtime.collectives().size > 1:
-        time.sleep(float(os.environ["HVDTRAIN_TEST_STEP_S"]))
+        time.sleep(step_s())
         with Path(folder, f"{os.getpid()}.txt").open("a") as file:
             file.write(f"{samples}\n")
 
@@ -152,7 +163,8 @@ class Observer(keras.callbacks.Callback):
         if folder:
             with Path(folder, f"{os.getpid()}.txt").open("a") as file:
                 file.write(f"{int(self.model.optimizer.iterations)} {time.time()}\n")
-        time.sleep(float(os.environ.get("HVDTRAIN_TEST_STEP_S", "0")))
+        if "HVDTRAIN_TEST_SAMPLES" not in os.environ:
+            time.sleep(step_s())
 
 
 def model(data: hvdtrain.data.Data) -> keras.Model:

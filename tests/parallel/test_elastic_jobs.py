@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, compared_averages, summary, train_alone
-from launcher import LONG, ROOT, TESTS, Finished, Job
+from launcher import LONG, ROOT, TESTS, Finished, Job, run_commands
 
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
 
@@ -430,6 +431,30 @@ def test_a_stopped_rank_strangers_and_a_stop(one_process, tmp_path):
     # The global batch is that of two ranks.
     train_alone(tmp_path / "run", STEPS, batch_size=32)
     assert summary(tmp_path / "run")["resumed_from"] > 60
+
+
+@pytest.mark.long
+def test_fixed_ranks_resume_a_checkpoint_of_an_elastic_job_or_refuse_it(tmp_path):
+    """The modes whose updates are those of one process resume it; those that train otherwise refuse it in a line."""
+    options = ["--batch-size", "24", "--eval-every", "0"]
+    ended = end(job := ElasticJob("1:2", tmp_path / "job", [], *options, length=("--steps", "60")))
+    assert ended.code == 0, ended.output
+    resumed = {"sync": [], "sharded": ["--shard-optimizer"], "accumulation": [*ACCUMULATION[:2], "--batch-size", "8"]}
+    local = ["--mode", "local", "--sync-every", "8"]
+    refused = {"local": local, "wait-free": [*local, "--wait-free"], "quorum": ["--quorum", "1"]}
+    lines = []
+    for name, more in {**resumed, **refused}.items():
+        shutil.copytree(job.folder / "run", tmp_path / name)
+        lines.append([*TRAIN[3:], *options, "--steps", "120", "--run-dir", tmp_path / name, *more])
+    found = run_commands(lines, ranks=2, folder=tmp_path / "output", timeout_s=200)
+    one = train_alone(tmp_path / "one", 120, options=["--eval-every", "0"])
+    for name, done in zip([*resumed, *refused], found, strict=True):
+        if name in resumed:
+            assert done.code == 0, done.output
+            assert_equal_runs(tmp_path / name, one)
+        else:
+            assert done.code == 65, done.output
+            assert "a run must resume from its own checkpoint" in done.only_message
 
 
 def test_a_loop_of_ones_own_continues(tmp_path):

@@ -112,8 +112,9 @@ def test_a_single_rank_that_hangs_is_reported_with_its_stack(start):
     assert "in wait_for_others" in rank.errors
 
 
-def test_progress_of_one_rank_is_no_stall(start):
-    ranks = start("one_progresses", 2, stall_timeout_s=0.6).ended(7)
+@pytest.mark.parametrize("what", ["one_progresses", "one_transfers"])
+def test_progress_of_one_rank_is_no_stall(what, start):
+    ranks = start(what, 2, stall_timeout_s=0.6).ended(7)
     assert [(rank.code, rank.errors) for rank in ranks] == [(0, "")] * 2, ranks
 
 

@@ -8,10 +8,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import psutil
 import pytest
 
+from hvdtrain.distributed.key_value_server import authorization
 from hvdtrain.distributed.local_rendezvous import local_rendezvous
 from hvdtrain.distributed.rendezvous import Rendezvous
 from hvdtrain.system import processes
@@ -25,9 +28,15 @@ def place_of(rank: int) -> dict[str, int]:
     return {**own, "cross_rank": 0, "cross_size": 1}
 
 
-def request(address: tuple[str, int], method: str, path: str, value: bytes | None = None) -> tuple[int, bytes]:
+def request(
+    address: tuple[str, int],
+    method: str,
+    path: str,
+    value: bytes | None = None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(*address, timeout=20)
-    connection.request(method, f"/{path}", value)
+    connection.request(method, f"/{path}", value, headers)
     response = connection.getresponse()
     connection.close()
     return response.status, response.read()
@@ -185,6 +194,29 @@ def test_a_rendezvous_tells_nothing_about_files(tmp_path, monkeypatch):
         request = urllib.request.Request(f"http://127.0.0.1:{rendezvous.port}{path}", method="HEAD")
         with pytest.raises(urllib.error.HTTPError, match="501"):
             urllib.request.urlopen(request)
+    rendezvous.close()
+
+
+def test_a_rendezvous_refuses_whoever_has_no_token():
+    rendezvous = Rendezvous("127.0.0.1", "secret")
+    rendezvous.start()
+    address = ("127.0.0.1", rendezvous.port)
+    with local_rendezvous(place_of(1), address, "secret") as local:
+        for rank in range(SIZE):
+            rendezvous.put("global", str(rank), b"abcdefgh" * (SIZE - 1))
+        assert request(local, "PUT", "global/1", b"12345678" * (SIZE - 1))[0] == 200
+        for method, value in (("GET", None), ("PUT", b"nowhere!"), ("DELETE", None)):
+            for headers in ({}, authorization(""), authorization("secrets"), {"Authorization": "Bearer \xe9"}):
+                assert request(address, method, "global/0", value, headers) == (403, b"")
+        assert request(local, "GET", "global/0")[1][:8] == b"abcdefgh"
+    rendezvous.close()
+
+
+def test_a_silent_stranger_is_disconnected():
+    rendezvous = Rendezvous("127.0.0.1", "secret")
+    rendezvous.start()
+    with socket.create_connection(("127.0.0.1", rendezvous.port), timeout=20) as stranger:
+        assert stranger.recv(1) == b""
     rendezvous.close()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 
 import pytest
 from small_checkpoints import X, Y, all_values, checkpointer, make, same
@@ -9,6 +10,7 @@ from small_checkpoints import X, Y, all_values, checkpointer, make, same
 from hvdtrain.checkpoint.folders import StoredFolder, newest_manifest
 from hvdtrain.errors import JobError, StoreError
 from hvdtrain.stores.store import Store
+from hvdtrain.system import transfers
 
 
 def names_in_store(url: str) -> set[str]:
@@ -94,6 +96,38 @@ def test_a_damaged_checkpoint_is_skipped_and_an_incomplete_one_is_none(url, cach
     with pytest.raises(JobError, match=r"there must be an intact checkpoint in .*Received: 1, all damaged") as caught:
         restored(url)
     assert caught.value.exit_code == 65
+
+
+def test_what_a_store_moves_is_noted_as_progress(s3_url, tmp_path):
+    """Downloads part by part: a large file may take longer than the stall timeout."""
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    noted = []
+    for move in (Store(s3_url).upload, lambda path, name: Store(s3_url).download(name, path)):
+        before = transfers.count()
+        move(tmp_path / "file", "name")
+        noted.append(transfers.count() - before)
+    assert noted[0] >= 1
+    assert noted[1] > 8
+
+
+def test_a_save_that_waits_for_a_slow_store_says_so_once(s3_url, cache, monkeypatch, capfd):
+    monkeypatch.setattr("hvdtrain.checkpoint.checkpointer._NOTEWORTHY_WAIT_S", 0.2)
+    upload = Store.upload
+
+    def slow(self, path, name):
+        time.sleep(0.1)
+        upload(self, path, name)
+
+    monkeypatch.setattr(Store, "upload", slow)
+    model = make()
+    saver = checkpointer(s3_url, model)
+    for step in (1, 2, 3):
+        saver.save(step)
+    saver.wait()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "the checkpoint before was written" in line]
+    assert len(lines) == 1
+    assert "step 2 waited" in lines[0]
+    assert f"was written to {s3_url}" in lines[0]
 
 
 def test_a_failing_store_is_reported_and_tried_again(url, cache, monkeypatch, capfd):

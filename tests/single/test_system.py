@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.system import devices, environment, network, processes, tensorflow_start
+from hvdtrain.system import devices, environment, network, process_limit, processes, tensorflow_start
 from hvdtrain.system.cores import inter_op_threads, threads_per_rank
 from hvdtrain.system.launcher import Launcher, find_launcher
 
@@ -359,3 +360,20 @@ def test_a_host_whose_name_has_no_address_is_refused(monkeypatch):
         UsageError, match=r"must have an address\. Received: 'nowhere\.invalid' .* Add it to /etc/hosts"
     ):
         network.require_address_of_name()
+
+
+@pytest.mark.parametrize(
+    ("room", "user", "is_short"), [(5, 1000, True), (-3, 1000, True), (100, 1000, False), (5, 0, False)]
+)
+def test_few_processes_are_reported(room, user, is_short, monkeypatch):
+    """The limit is this user's, with all that it runs already; root has none."""
+    running = process_limit._num_running(os.getuid())
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(process_limit, "_num_running", lambda user: running)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (running + room, resource.RLIM_INFINITY))
+    found = process_limit.shortage()
+    assert running >= psutil.Process().num_threads()
+    assert (found is not None) == is_short
+    if found is not None:
+        assert f"may start {max(0, room)} more processes and threads" in found
+        assert f"(ulimit -u is {running + room})" in found

@@ -1,7 +1,11 @@
 """Arrays that are moved between rank 0 and the other ranks in pieces, and the file that holds them."""
 
+import gc
 import json
+import os
+import resource
 import struct
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -113,6 +117,33 @@ def test_a_full_disk_on_rank_0_keeps_no_rank_waiting(tmp_path, monkeypatch):
 
     assert on_threads(3, run) == ["done"] * 3
     assert not list(tmp_path.iterdir())
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # that by which the folder is listed
+        return ""
+
+
+@pytest.mark.parametrize("most_bytes", [10, 1000], ids=["header", "arrays"])
+def test_a_file_that_cannot_be_written_takes_up_no_space(most_bytes, tmp_path):
+    """It is deleted, but would take up space while it is open; the error, which is kept, refers to it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    array = np.zeros(2000, np.uint8)
+    gc.disable()
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+        specs = specs_of({"array": array})
+        gathered = rank_states.Gathered([(specs, None)], lambda specs: Draft(tmp_path, 1, specs))
+        gathered.write(0, array)
+        assert not list(tmp_path.iterdir())
+        assert not [link for each in Path("/proc/self/fd").iterdir() if str(tmp_path) in (link := _target(each))]
+        with pytest.raises(OSError, match="File too large"):
+            gathered.draft()
+    finally:
+        gc.enable()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_file_that_becomes_unreadable_is_an_error_on_all_ranks(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from made_up_jobs import wait_until
 from hvdtrain.errors import StoppedEarly
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.shutdown import end_job
-from hvdtrain.system import processes
+from hvdtrain.system import processes, transfers
 
 
 class FileCollectives:
@@ -178,6 +178,14 @@ def one_progresses(watch: JobWatch, collectives: FileCollectives) -> None:
     """Rank 1 takes longer than the timeout and reports progress, while the others wait."""
     for step in range(10 if collectives.rank == 1 else 0):
         watch.heartbeat("evaluation", step)
+        time.sleep(0.1)
+    collectives.barrier()
+
+
+def one_transfers(watch: JobWatch, collectives: FileCollectives) -> None:
+    """Rank 0 moves a file for longer than the timeout, while the others wait."""
+    for _ in range(10 if collectives.rank == 0 else 0):
+        transfers.note()
         time.sleep(0.1)
     collectives.barrier()
 

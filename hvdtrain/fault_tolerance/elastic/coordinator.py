@@ -301,7 +301,7 @@ class Coordinator:
         self._vote = None
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous = Rendezvous(self._host)
+        self._rendezvous = Rendezvous(self._host, self._token)
         self._rendezvous.start()
         generation = Generation(
             number=self._membership.generation,
