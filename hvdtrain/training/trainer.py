@@ -347,7 +347,8 @@ class Trainer:
             if progress.is_between_calls:
                 self._stop_if_requested()
                 self._run_steps(call_end - progress.step)
-                self._report.log_pending()
+                if not self._strategy.waits_for_ranks:
+                    self._report.log_pending()
             if progress.step >= next_due or progress.is_stopped:
                 self._train_step.settle()
                 self._after_steps()

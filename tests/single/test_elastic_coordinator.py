@@ -11,6 +11,8 @@ import pytest
 from coordinated_jobs import CoordinatedJob
 from made_up_jobs import wait_until
 
+from hvdtrain.distributed.key_value_server import authorization
+
 
 class Member:
     """A member without a process: sends and receives lines."""
@@ -90,7 +92,8 @@ def test_a_loss_in_the_rendezvous_begins_another_generation(jobs):
     second.die()
     assert first.receive("cut")["generation"] == 2
     # Whoever still waits in the rendezvous fails: nothing is no address.
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/global/addresses-0-2") as response:
+    url = f"http://127.0.0.1:{port}/global/addresses-0-2"
+    with urllib.request.urlopen(urllib.request.Request(url, headers=authorization("secret"))) as response:
         assert response.read() == b""
     first.send(kind="hold", generation=2)
     begins = first.receive("begin")
