@@ -137,6 +137,7 @@ class Events(layers.Layer):
             # The step is that which is being made; in its last micro-batch.
             step, left = divmod(int(micro_batches) + 1, leaf.gradient_accumulation_steps or 1)
             if left == 0:
+                wait_for_ranks(step)
                 events_at(step, "within")
             return micro_batches
 
@@ -146,7 +147,6 @@ class Events(layers.Layer):
 
 class Observer(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        wait_for_ranks(int(self.model.optimizer.iterations) + 1)
         events_at(int(self.model.optimizer.iterations) + 1, "before")
 
     def on_membership_changed(self, rank, size):

@@ -47,6 +47,20 @@ def test_the_oldest_living_member_is_rank_0():
     assert not membership.is_interrupted
 
 
+def test_ranks_are_in_the_order_of_hosts_whoever_connects_first():
+    membership = Membership(1, 4)
+    for host, worker in (("elsewhere", None), ("b", 1), ("a", 0)):
+        membership.join(host, worker)
+    chosen, _ = membership.form()
+    assert [member.host for member in chosen] == ["a", "b", "elsewhere"]
+    assert membership.training == chosen
+    # They keep their order; a newcomer comes last.
+    membership.join("c", 2).is_ready = True
+    hold_all(membership)
+    chosen, _ = membership.form()
+    assert [member.host for member in chosen] == ["a", "b", "elsewhere", "c"]
+
+
 def test_a_lost_newcomer_interrupts_nobody():
     membership = formed(1, 3, 2)
     membership.join("a").is_ready = True

@@ -146,7 +146,8 @@ class Coordinator:
             self.peers.disconnect(peer)
         else:
             self._facts = self._facts or hello.facts
-            peer.member, peer.hello, peer.was_member = self._membership.join(hello.host), hello, True
+            peer.member = self._membership.join(hello.host, hello.worker)
+            peer.hello, peer.was_member = hello, True
             peer.connection.max_line_bytes = MAX_LINE_BYTES
             welcome = {"member": peer.member.number, "must_warm_up": not peer.member.is_ready}
             peer.connection.send({"kind": "welcome", **welcome, "start_size": self._start_size})

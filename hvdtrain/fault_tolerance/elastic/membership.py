@@ -6,6 +6,7 @@ consists of them and of the newcomers.
 """
 
 import dataclasses
+import math
 
 from hvdtrain.errors import UsageError
 
@@ -16,6 +17,8 @@ class Member:
 
     number: int
     host: str
+    worker: int | None = None
+    """Workers are numbered in the order of hosts; None: the coordinator's process has not started it."""
     is_ready: bool = False
     """Whether it can train at once: a newcomer compiles first."""
     rank: int | None = None
@@ -53,9 +56,9 @@ class Membership:
         """Whether a member of the current generation was lost."""
         self._next_number = 0
 
-    def join(self, host: str) -> Member:
+    def join(self, host: str, worker: int | None = None) -> Member:
         """Adds a process. Before the first generation it is ready at once."""
-        member = Member(self._next_number, host, is_ready=self.generation == 0)
+        member = Member(self._next_number, host, worker, is_ready=self.generation == 0)
         self._next_number += 1
         self.members[member.number] = member
         return member
@@ -68,8 +71,9 @@ class Membership:
 
     @property
     def training(self) -> list[Member]:
-        """The living members of the current generation."""
-        return [member for member in self.members.values() if member.trains]
+        """The living members of the current generation, in rank order."""
+        ranked = ((member.rank, member) for member in self.members.values() if member.rank is not None)
+        return [member for _, member in sorted(ranked, key=lambda each: each[0])]
 
     @property
     def must_pause(self) -> bool:
@@ -98,7 +102,9 @@ class Membership:
 
     @property
     def _newcomers(self) -> list[Member]:
-        return [member for member in self.members.values() if member.is_ready and not member.trains]
+        """Those that are ready to train: workers in the order of hosts, then processes that others have started."""
+        ready = [member for member in self.members.values() if member.is_ready and not member.trains]
+        return sorted(ready, key=lambda member: math.inf if member.worker is None else member.worker)
 
     @property
     def candidates(self) -> list[Member]:
