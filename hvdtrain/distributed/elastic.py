@@ -127,8 +127,9 @@ def _asking_once() -> Iterator[None]:
     if rendezvous is None:
         yield
         return
-    with local_rendezvous(environment.place(), rendezvous, environment.elastic_token() or "") as local:
-        environment.set_rendezvous(local)
+    token = environment.elastic_token() or ""
+    with local_rendezvous(environment.place(), rendezvous, token) as local:
+        environment.set_rendezvous(local, token)
         try:
             yield
         finally:

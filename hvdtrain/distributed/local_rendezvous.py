@@ -26,10 +26,10 @@ def local_rendezvous(
     Args:
         place: see :func:`~hvdtrain.system.environment.set_place`.
         rendezvous: the address and port of the job's :class:`~hvdtrain.distributed.rendezvous.Rendezvous`.
-        token: the rendezvous' token.
+        token: that of the rendezvous, which Horovod has to send here too.
     """
     answers = _Answers(place, rendezvous, token)
-    server = KeyValueServer(_HOST, answers.get, answers.put)
+    server = KeyValueServer(_HOST, answers.get, answers.put, token)
     server.start()
     try:
         yield _HOST, server.port

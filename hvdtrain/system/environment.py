@@ -216,8 +216,9 @@ def place() -> dict[str, int]:
     return {name: int(os.environ[f"HOROVOD_{name.upper()}"]) for name in names}
 
 
-def set_rendezvous(rendezvous: tuple[str, int]) -> None:
-    """Sets the address and port at which Horovod asks for the addresses of the other ranks."""
+def set_rendezvous(rendezvous: tuple[str, int], token: str = "") -> None:
+    """Sets the address and port at which Horovod asks for the addresses of the other ranks, and the token it sends."""
+    os.environ["HOROVOD_RENDEZVOUS_TOKEN"] = token
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = rendezvous[0]
     os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(rendezvous[1])
 

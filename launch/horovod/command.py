@@ -1,7 +1,7 @@
 """The command horovodrun of hvdtrain-horovod: Horovod's own without its check of how Horovod was built, which imports
 TensorFlow and takes seconds, without the user's environment on command lines, without abbreviated options, without a
 traceback of its own when a rank fails, and without tags before lines on a terminal, where hvdtrain draws a progress
-bar."""
+bar. Its rendezvous over Gloo answers only requests with a token."""
 
 # ruff: noqa: E402
 import signal
@@ -12,6 +12,8 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 import argparse
 import functools
 import os
+import secrets
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,9 @@ from types import SimpleNamespace
 
 from horovod.common import util
 from horovod.runner import gloo_run, mpi_run
+from horovod.runner.common.util import env as env_util
 from horovod.runner.forwarded import FORWARDED
+from horovod.runner.http import http_server
 
 # The build of hvdtrain-horovod always has both.
 util.mpi_built = util.gloo_built = lambda verbose=False: True
@@ -39,6 +43,23 @@ if sys.stdout.isatty():
     # A tag before each line moves a progress bar out of place.
     mpi_run.os = SimpleNamespace(**{**vars(os), "execve": execute_untagged})
 
+TOKEN = "HOROVOD_RENDEZVOUS_TOKEN"
+READ_TOKEN = f"IFS= read -r {TOKEN} && export {TOKEN} && "
+plain_remote_command = gloo_run.get_remote_command
+
+
+def remote_command(command: str, **options: object) -> str:
+    """The command that starts a rank on another host, with the token in its input: all users can read command lines."""
+    return f'printf "%s\\n" "${TOKEN}" | ' + plain_remote_command(shlex.quote(READ_TOKEN) + command, **options)
+
+
+def protect_rendezvous() -> None:
+    """Makes the rendezvous of Gloo ask for a token, which ranks receive in their environment."""
+    if not env_util.is_kubeflow_mpi():  # kubectl exec passes no input on
+        http_server.RendezvousHandler.token = os.environ[TOKEN] = secrets.token_hex(16)
+        gloo_run.get_remote_command = remote_command
+
+
 # It copies names that were replaced above.
 from horovod.runner import launch
 
@@ -51,6 +72,8 @@ def main() -> None:
     if not (shutil.which("ssh") or shutil.which("rsh")):
         # Open MPI looks for one of them even where all ranks are on this host, as in a small container.
         os.environ.setdefault("OMPI_MCA_plm_rsh_agent", "/bin/false")
+    # Not above: the processes that horovodrun spawns import this module too.
+    protect_rendezvous()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(launch.run_commandline())

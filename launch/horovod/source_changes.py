@@ -1,4 +1,4 @@
-"""What is changed in Horovod's source: lost ranks, Open MPI 5, and a port that executed what strangers sent to it."""
+"""What is changed in Horovod's source: lost ranks, Open MPI 5, and ports that strangers could use."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +12,7 @@ class Change(NamedTuple):
     after: str
 
 
+_HTTP_STORE = "horovod/common/gloo/http_store.cc"
 _OPERATIONS = "horovod/common/operations.cc"
 _GLOO_RUN = "horovod/runner/gloo_run.py"
 _HTTP_SERVER = "horovod/runner/http/http_server.py"
@@ -133,6 +134,44 @@ CHANGES = [
         "from http.server import BaseHTTPRequestHandler, HTTPServer",
     ),
     Change(_HTTP_SERVER, "KVStoreHandler(SimpleHTTPRequestHandler)", "KVStoreHandler(BaseHTTPRequestHandler)"),
+    # It answered whoever reached it, so that anybody could replace the addresses of ranks.
+    Change(
+        _HTTP_STORE,
+        """\
+      http::Response response = request.send(method, body);
+""",
+        """\
+      std::vector<std::string> headers;
+      if (const char* token = std::getenv("HOROVOD_RENDEZVOUS_TOKEN")) {
+        headers.push_back(std::string("Authorization: Bearer ") + token);
+      }
+      http::Response response = request.send(method, body, headers);
+""",
+    ),
+    Change(_HTTP_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
+    Change(
+        _HTTP_SERVER,
+        """\
+    # Override GET handler
+""",
+        """\
+    # Requests without it are refused; empty: all are answered.
+    token = ''
+
+    def parse_request(self):
+        if not super(KVStoreHandler, self).parse_request():
+            return False
+        received = self.headers.get('Authorization', '').encode()
+        if self.token and not hmac.compare_digest(received, 'Bearer {}'.format(self.token).encode()):
+            self.send_status_code(FORBIDDEN)
+            return False
+        return True
+
+    # Override GET handler
+""",
+    ),
+    Change(_HTTP_SERVER, "import collections\n", "import collections\nimport hmac\n"),
+    Change(_HTTP_SERVER, "BAD_REQUEST = 400\n", "BAD_REQUEST = 400\nFORBIDDEN = 403\n"),
     # It listened on all interfaces, also where all ranks are on one host.
     Change(
         _HTTP_SERVER,

@@ -75,6 +75,7 @@ def test_two_hosts_equal_one_process(launcher, lab, one_process):
     assert "4 rank(s) on lab1:2, lab2:2 over 10.77.0.0/24" in done.output, done.output
     assert "ranks: 4 on 2 host(s)" in done.output, done.output
     assert not any(b"hunter2" in line for line in lines if b"env\0MY_PASSWORD" not in line)
+    assert not any(b"HOROVOD_RENDEZVOUS_TOKEN=" in line for line in lines)
     found = weights(lab.path("lab1", run_dir))
     assert found.keys() == one_process.keys()
     for name, value in found.items():

@@ -3,7 +3,8 @@
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
 ``before`` that step, or ``within`` it, between its forward pass and the reduction, or ``from`` it on: within the first
 step that the rank makes of those, for ranks that do not count each. Each event happens once, and is
-noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow.
+noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow,
+and before one of ``from`` until processes have shared two more averages.
 With ``connect`` and ``settle`` instead, the first number is how often this process has connected to other ranks, or
 settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
@@ -23,6 +24,7 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
+from elastic_runs import compared_averages
 from keras import layers
 
 import hvdtrain
@@ -50,9 +52,16 @@ def wait_for_ranks(step: int) -> None:
     size = runtime.collectives().size
     for i, (at, rank, _, where) in enumerate(events()):
         is_close = at - 60 <= step < at if where in STEP else where == "settle"
-        if is_close and size <= max(rank, 1) and not Path(f"{os.environ['HVDTRAIN_TEST_EVENTS']}.{i}").exists():
+        if not is_close or Path(f"{os.environ['HVDTRAIN_TEST_EVENTS']}.{i}").exists():
+            continue
+        if size <= max(rank, 1):
             time.sleep(0.5)
-            return
+        elif where == "from" and compared_averages(Path(os.environ["HVDTRAIN_TEST_AVERAGES"])).shared < 2 * (i + 1):
+            # Others may not train yet, and nobody waits for them.
+            time.sleep(0.25)
+        else:
+            continue
+        return
 
 
 def events_at(step: int, where: str) -> None:

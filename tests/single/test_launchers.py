@@ -281,7 +281,8 @@ for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
     except OSError:
         pass
 print("own command lines:", sum("HOROVOD_RANK=" in line for line in lines))
-print("shown:", sum("sesame" * 3 in line for line in lines))
+secrets = ("sesame" * 3, os.environ["HOROVOD_RENDEZVOUS_TOKEN"])
+print("shown:", sum(secret in line for line in lines for secret in secrets))
 """
     done = subprocess.run(
         [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "1", sys.executable, "-c", rank],

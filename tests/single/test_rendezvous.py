@@ -1,6 +1,7 @@
 """The rendezvous of an elastic job, where ranks exchange their addresses."""
 
 import http.client
+import itertools
 import socket
 import subprocess
 import sys
@@ -204,11 +205,13 @@ def test_a_rendezvous_refuses_whoever_has_no_token():
     with local_rendezvous(place_of(1), address, "secret") as local:
         for rank in range(SIZE):
             rendezvous.put("global", str(rank), b"abcdefgh" * (SIZE - 1))
-        assert request(local, "PUT", "global/1", b"12345678" * (SIZE - 1))[0] == 200
-        for method, value in (("GET", None), ("PUT", b"nowhere!"), ("DELETE", None)):
+        ours = authorization("secret")
+        assert request(local, "PUT", "global/1", b"12345678" * (SIZE - 1), ours)[0] == 200
+        for server, method in itertools.product((address, local), ("GET", "PUT", "DELETE")):
             for headers in ({}, authorization(""), authorization("secrets"), {"Authorization": "Bearer \xe9"}):
-                assert request(address, method, "global/0", value, headers) == (403, b"")
-        assert request(local, "GET", "global/0")[1][:8] == b"abcdefgh"
+                value = b"nowhere!" if method == "PUT" else None
+                assert request(server, method, "global/0", value, headers) == (403, b"")
+        assert request(local, "GET", "global/0", None, ours)[1][:8] == b"abcdefgh"
     rendezvous.close()
 
 
@@ -220,7 +223,7 @@ def test_a_silent_stranger_is_disconnected():
     rendezvous.close()
 
 
-def test_the_rendezvous_of_horovodrun_listens_on_loopback_on_one_host():
+def test_the_rendezvous_of_horovodrun_listens_on_loopback_on_one_host_and_refuses_strangers():
     command = ["horovodrun", "--gloo", "-np", "1", sys.executable, "-c", "import time; time.sleep(60)"]
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -229,8 +232,9 @@ def test_the_rendezvous_of_horovodrun_listens_on_loopback_on_one_host():
         while not found and time.monotonic() < until:
             time.sleep(0.1)
             connections = psutil.Process(job.pid).net_connections(kind="tcp")
-            found = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
-        assert found
-        assert set(found) == {"127.0.0.1"}
+            found = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
+        assert {each.ip for each in found} == {"127.0.0.1"}
+        for method in ("GET", "PUT", "DELETE"):
+            assert request(found[0], method, "global/0", b"nowhere!" if method == "PUT" else None) == (403, b"")
     finally:
         processes.end_processes([psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)])
