@@ -1,7 +1,7 @@
 """Injected failures in modes that promise equality: the final weights are those of an uninterrupted run.
 
     launch/run python benchmarks/failures.py --failures 100 --seed 1
-    launch/run python benchmarks/failures.py --failures 20 --seed 2 --modes local sharded
+    launch/run python benchmarks/failures.py --failures 20 --seed 2 --modes local sharded --survived 1 4
 
 Trains two ranks in each mode once without failures. Then strikes runs at random moments: each job several times with
 what it must survive, then with what ends it, and starts it again. After as many strikes as a run gets, its last job is
@@ -54,8 +54,6 @@ from hvdtrain.runs.run_record import read_run
 
 STEPS, CHECKPOINT_EVERY, LOG_EVERY = 1200, 25, 10
 STRIKES_OF_A_RUN = 60
-STRIKES_OF_A_JOB = (20, 28)
-"""Least and most of those that a job must survive."""
 STALL_S = 12
 PACE, UNEVEN_PACE = 0.025 / 32, 0.002 / 32
 """Seconds for each sample: of a run that is struck, and of one that is recorded, whose rank 1 is slower."""
@@ -90,7 +88,7 @@ MODES = {
     "powersgd": Mode(("--compression", "powersgd:2")),
     "fp16": Mode(("--compression", "fp16")),
     "local": Mode(("--mode", "local", "--sync-every", 8)),
-    "overlap": Mode(("--mode", "local", "--sync-every", 8, "--overlap", "--outer", "nesterov")),
+    "overlap": Mode(("--mode", "local", "--sync-every", 8, "--overlap", "--outer", "nesterov", "--deterministic")),
     "quorum": Mode(("--quorum", 1), is_replayed=True),
     "wait-free": Mode(("--mode", "local", "--sync-every", 8, "--wait-free"), is_replayed=True),
     "balance": Mode(
@@ -190,7 +188,8 @@ class StruckJob:
         if "gloo" in launcher:
             self._survived["cut"] = self._cut
         if disk is not None:
-            self._survived["full"] = lambda: disk.fill_until(self._prints("hvdtrain: "), 3)
+            # Shorter than two checkpoints: the job's message may be late, and three failures in succession end it.
+            self._survived["full"] = lambda: disk.fill_until(self._prints("hvdtrain: "), 1.2)
         if store is not None:
             self._survived["refuse"] = lambda: store.refuse_until(self._prints("hvdtrain: "), 6)
             self._survived["slow"] = lambda: store.slow_for(2, delay_s=0.5) > 0
@@ -276,8 +275,14 @@ def damage(checkpoint: Path | None, generator: random.Random) -> None:
     path.write_bytes(content)
 
 
-def struck(run: Run, make_job: Callable[[], StruckJob], generator: random.Random) -> Iterator[tuple[str, StruckJob]]:
-    """Strikes the jobs of a run until it has had its failures, and completes it; yields each failure."""
+def struck(
+    run: Run, make_job: Callable[[], StruckJob], generator: random.Random, survived: tuple[int, int]
+) -> Iterator[tuple[str, StruckJob]]:
+    """Strikes the jobs of a run until it has had its failures, and completes it; yields each failure.
+
+    Args:
+        survived: least and most failures that a job must survive, before one that ends it.
+    """
     num_strikes = 0
     run.pace.write_text(str(PACE))
     is_complete = False
@@ -286,7 +291,7 @@ def struck(run: Run, make_job: Callable[[], StruckJob], generator: random.Random
         job = struck_job.job
         try:
             kind: str | None = None
-            for _ in range(generator.randint(*STRIKES_OF_A_JOB)):
+            for _ in range(generator.randint(*survived)):
                 if not struck_job.trains_on():
                     break
                 if (kind := struck_job.survive()) is not None:
@@ -326,8 +331,9 @@ def differences(run: Run, uninterrupted: Run, mode: Mode) -> list[str]:
 class Campaign:
     """The runs of one mode, and what happened in them."""
 
-    def __init__(self, name: str, seed: int):
+    def __init__(self, name: str, seed: int, survived: tuple[int, int]):
         self._mode = MODES[name]
+        self._survived = survived
         self._random = random.Random(f"{name} {seed}")
         self.failures = Counter[str]()
         self.num_runs = self.num_jobs = 0
@@ -357,7 +363,7 @@ class Campaign:
 
     def _strike(self, run: Run, make_job: Callable[[], StruckJob]) -> None:
         jobs = set()
-        for kind, job in struck(run, make_job, self._random):
+        for kind, job in struck(run, make_job, self._random, self._survived):
             self.failures[kind] += 1
             jobs.add(job)
         self.num_runs += 1
@@ -372,13 +378,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--failures", type=int, default=10, help="at least, in each mode")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--survived",
+        nargs=2,
+        type=int,
+        default=(20, 28),
+        help="least and most failures of a job before one that ends it",
+    )
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     arguments = parser.parse_args()
     surroundings.leave_the_machine()
     wrong: list[str] = []
     for name in arguments.modes:
         began_s = time.monotonic()
-        campaign = Campaign(name, arguments.seed)
+        campaign = Campaign(name, arguments.seed, tuple(arguments.survived))
         campaign.run(arguments.failures)
         happened, different = +campaign.failures, campaign.different
         wrong += different
