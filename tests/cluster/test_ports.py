@@ -26,6 +26,7 @@ MPIRUN, HOROVODRUN = str(ROOT / "launch" / "mpirun.sh"), str(ROOT / "launch" / "
 SLOTS = "lab1:1,lab2:1"
 LAUNCHERS = {
     "mpirun": [MPIRUN, "-H", SLOTS],
+    "horovodrun": [HOROVODRUN, "-H", SLOTS],
     "gloo": [HOROVODRUN, "--gloo", "-H", SLOTS],
     "elastic": [sys.executable, "-m", "hvdtrain", "elastic", "2:2", "--hosts", SLOTS],
 }
@@ -89,7 +90,7 @@ def listening(lab: Laboratory, host: str) -> set[tuple[str, int]]:
     return {(address.strip("[]"), int(port)) for address, _, port in found if int(port) != SSH_PORT}
 
 
-@pytest.mark.parametrize("launcher", ["elastic", "mpirun", LONG("gloo")])
+@pytest.mark.parametrize("launcher", ["elastic", "mpirun", LONG("horovodrun"), LONG("gloo")])
 def test_a_stranger_changes_nothing(launcher, tmp_path):
     """While a job trains, its ports are sent code, requests and noise, and silent connections stay open."""
     mark = tmp_path / "executed"
