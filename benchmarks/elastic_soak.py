@@ -49,9 +49,10 @@ import failure_results
 import numpy as np
 import psutil
 import surroundings
-from elastic_runs import GLOBAL_BATCH, TRAIN, compared_averages, summary, train_alone, weights
+from elastic_runs import GLOBAL_BATCH, TRAIN, summary, train_alone, weights
 from laboratory import Laboratory
 from launcher import listening
+from shared_averages import compared_averages
 from surroundings import Clocks, Disk, Usage, wait_until
 
 STALL_S = 15.0

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import keras
 import tensorflow as tf
-from elastic_runs import compared_averages
 from keras import layers
+from shared_averages import compared_averages
 
 import hvdtrain
 from hvdtrain.distributed import runtime

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, compared_averages, summary, train_alone
+from elastic_runs import GLOBAL_BATCH, TRAIN, assert_equal_runs, summary, train_alone
 from launcher import LONG, ROOT, TESTS, Finished, Job, run_commands
+from shared_averages import compared_averages
 
 from hvdtrain.data.sample_plan import SamplePlan, split_batch
 
