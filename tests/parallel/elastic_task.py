@@ -3,8 +3,8 @@
 ``HVDTRAIN_TEST_EVENTS`` names a JSON file, a list of ``[step, rank, signal, where]``: the rank sends itself the signal
 ``before`` that step, or ``within`` it, between its forward pass and the reduction, or ``from`` it on: within the first
 step that the rank makes of those, for ranks that do not count each. Each event happens once, and is
-noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow,
-and before one of ``from`` until processes have shared two more averages.
+noted in a file with the time and the number of ranks; while its rank has not joined yet, the steps before it are slow.
+Those of ``from`` happen in their order, after processes have shared two more averages; until then, steps are slow.
 With ``connect`` and ``settle`` instead, the first number is how often this process has connected to other ranks, or
 settled with them; with ``build`` and ``end``, it is 1.
 ``HVDTRAIN_TEST_BATCHNORM``, if set, makes the statistics of batches part of the forward pass.
@@ -48,26 +48,31 @@ def events() -> list[list]:
     return json.loads(Path(path).read_text()) if path else []
 
 
+def has_happened(event: int) -> bool:
+    return Path(f"{os.environ['HVDTRAIN_TEST_EVENTS']}.{event}").exists()
+
+
+def may_happen(event: int) -> bool:
+    """Whether one of ``from`` may: after those before it, when ranks have trained together since."""
+    shared = compared_averages(Path(os.environ["HVDTRAIN_TEST_AVERAGES"])).shared
+    return shared >= 2 * (event + 1) and all(map(has_happened, range(event)))
+
+
 def wait_for_ranks(step: int) -> None:
     size = runtime.collectives().size
     for i, (at, rank, _, where) in enumerate(events()):
-        is_close = at - 60 <= step < at if where in STEP else where == "settle"
-        if not is_close or Path(f"{os.environ['HVDTRAIN_TEST_EVENTS']}.{i}").exists():
-            continue
-        if size <= max(rank, 1):
-            time.sleep(0.5)
-        elif where == "from" and compared_averages(Path(os.environ["HVDTRAIN_TEST_AVERAGES"])).shared < 2 * (i + 1):
-            # Others may not train yet, and nobody waits for them.
-            time.sleep(0.25)
-        else:
-            continue
-        return
+        # Ranks that do not wait for each other may be any number of steps apart.
+        is_close = at - 60 <= step and (step < at or where == "from") if where in STEP else where == "settle"
+        if is_close and not has_happened(i) and (size <= max(rank, 1) or where == "from"):
+            time.sleep(0.5 if size <= max(rank, 1) else 0.25)
+            return
 
 
 def events_at(step: int, where: str) -> None:
     path = os.environ.get("HVDTRAIN_TEST_EVENTS")
     for i, (at, rank, name, place) in enumerate(events()):
-        if (at, place) != (step, where) and not (place == "from" and where == "within" and step >= at):
+        is_from = place == "from" and where == "within" and step >= at and not has_happened(i) and may_happen(i)
+        if (at, place) != (step, where) and not is_from:
             continue
         if runtime.collectives().size > 1 and runtime.collectives().rank == rank:
             try:

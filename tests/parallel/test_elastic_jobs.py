@@ -298,7 +298,7 @@ def test_averages_in_the_background_survive_lost_ranks(more, tmp_path):
 @pytest.mark.parametrize("more", [["--fragments", "2", "--round-quorum", "2"], LONG([], id="whole models")])
 def test_a_job_without_waiting_survives_lost_ranks(more, tmp_path):
     # The job is slow until processes train together before each, on a machine of any speed.
-    events = [[60, 1, "SIGTERM", "from"], [120, 0, "SIGKILL", "from"], [210, 1, "SIGTERM", "from"]]
+    events = [[16, 1, "SIGTERM", "from"], [60, 0, "SIGKILL", "from"], [120, 1, "SIGTERM", "from"]]
     options = ["--mode", "local", "--sync-every", "8", "--wait-free", "--learning-rate", "0.01", *more]
     ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "240")))
     assert ended.code == 0, ended.output
