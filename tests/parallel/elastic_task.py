@@ -64,7 +64,7 @@ def wait_for_ranks(step: int) -> None:
         # Ranks that do not wait for each other may be any number of steps apart.
         is_close = at - 60 <= step and (step < at or where == "from") if where in STEP else where == "settle"
         if is_close and not has_happened(i) and (size <= max(rank, 1) or where == "from"):
-            time.sleep(0.5 if size <= max(rank, 1) else 0.25)
+            time.sleep(0.5 if size <= max(rank, 1) else 0.1)
             return
 
 

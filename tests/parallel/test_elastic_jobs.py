@@ -300,7 +300,7 @@ def test_a_job_without_waiting_survives_lost_ranks(more, tmp_path):
     # The job is slow until processes train together before each, on a machine of any speed.
     events = [[16, 1, "SIGTERM", "from"], [60, 0, "SIGKILL", "from"], [120, 1, "SIGTERM", "from"]]
     options = ["--mode", "local", "--sync-every", "8", "--wait-free", "--learning-rate", "0.01", *more]
-    ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "240")))
+    ended = end(job := ElasticJob("1:3", tmp_path, events, *options, length=("--steps", "240")), 240)
     assert ended.code == 0, ended.output
     assert job.happened() == 3, ended.output
     assert "leaves: SIGTERM on host" in ended.output
