@@ -1,6 +1,5 @@
 """The collectives over Horovod. The only module that imports horovod or mpi4py."""
 
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_allreduce import GradientAllreduce
 from hvdtrain.distributed.gradient_reduction import GradientReducer, StepSum, single_rank_reducer
 from hvdtrain.distributed.horovod_operations import HorovodOperations
+from hvdtrain.distributed.object_messages import allgather_objects
 from hvdtrain.distributed.program_operations import known_late, run_operations_late
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.distributed.variable_broadcast import overwrite_with_received
@@ -176,16 +176,7 @@ class HorovodCollectives:
         if self.size == 1:
             return [value]
         # Not Horovod's allgather_object: it counts the bytes of all ranks together in 32 bits.
-        own = np.frombuffer(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-        sizes = self._allgather(np.array([own.size]), "hvdtrain_allgather_sizes")
-        received = [bytearray() for _ in sizes]
-        for start, end in bounded_messages.message_bounds(int(max(sizes)), element_bytes=self.size):
-            together = self._allgather(own[start:end], "hvdtrain_allgather")
-            ends = np.cumsum(np.clip(sizes - start, 0, end - start))
-            for each, part in zip(received, np.split(together, ends[:-1]), strict=True):
-                each += part.data
-        # One by one, so that memory never holds all of them twice.
-        return [pickle.loads(received.pop(0)) for _ in range(self.size)]
+        return allgather_objects(value, self.size, self._allgather)
 
     def _allgather(self, array: np.ndarray, name: str) -> np.ndarray:
         with tf.device("CPU"):  # not in the memory of a GPU

@@ -203,7 +203,7 @@ def test_a_log_line_makes_no_rank_wait_for_another(folder, monkeypatch):
                 file.write(b"." * steps)
 
     monkeypatch.setattr(TrainStep, "run", run_and_note)
-    options = {**WAIT_FREE, "sync_every": 3, "steps": 500, "log_every": 1, "eval_every": 1000}
+    options = {**WAIT_FREE, "sync_every": 3, "steps": 200, "log_every": 1, "eval_every": 1000}
     trainer = make_run(adam, folder / "run", reporter=lines, **options)
     summary = trainer.fit()
     if is_late:
@@ -212,7 +212,7 @@ def test_a_log_line_makes_no_rank_wait_for_another(folder, monkeypatch):
     steps = [step for step, _ in lines.received]
     assert steps == sorted(set(steps))
     assert len(steps) > 5
-    assert lines.received[-1] == (500, summary["loss"])
+    assert lines.received[-1] == (200, summary["loss"])
 
 
 def test_a_longer_run_than_the_record_is_refused():
