@@ -12,6 +12,7 @@ from compared_programs import (
     COLLECTIVES,
     FEATURES,
     RANK,
+    SIZE,
     TARGETS,
     UNEQUAL,
     Centred,
@@ -30,6 +31,7 @@ from hvdtrain.distributed.optimizers import optimizer_variables
 from hvdtrain.distributed.replica_consistency import weights_sha256
 from hvdtrain.errors import UnequalError
 from hvdtrain.optim import keras_calls
+from hvdtrain.training.equality import check_memory
 from hvdtrain.training.equality.step_check import StepCheck
 
 
@@ -260,6 +262,23 @@ def test_verify_between_two_micro_batches():
     assert "micro-batches" in hvdtrain.verify(model.train_step, data, model).unchecked
     model.train_step(data)
     assert hvdtrain.verify(model.train_step, data, model).unchecked is None
+
+
+def test_a_check_that_memory_does_not_suffice_for_is_left_out(monkeypatch):
+    """On all ranks, also if it is short on the host of one."""
+    model = network(layers.Dense(50, use_bias=False))
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    hvdtrain.broadcast(model)
+    data = (X[:BATCH], Y[:BATCH])
+    model.optimizer.build(model.trainable_variables)
+    assert StepCheck(model.train_step, model, COLLECTIVES).run(data).unchecked is None
+    # Weights and Adam's two slots: what two steps make of them, and gradients.
+    needed = COLLECTIVES.local_size * 4 * model.count_params() * (2 * 3 + 5)
+    monkeypatch.setattr(check_memory, "available_bytes", lambda: needed if RANK == SIZE - 1 else 10**12)
+    weights = weights_sha256(model)
+    finding = StepCheck(model.train_step, model, COLLECTIVES).run(data)
+    assert finding.unchecked.startswith("a check would take 0.0 GB on a host, of whose memory 0.0 GB")
+    assert weights_sha256(model) == weights
 
 
 def test_verify_of_a_tape():

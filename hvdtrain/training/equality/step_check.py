@@ -16,6 +16,7 @@ from hvdtrain.distributed.replica_consistency import differing, require_equal_va
 from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.seams import keras_internals
+from hvdtrain.training.equality.check_memory import lacking_memory
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.compiled_recurrence import compiled_recurrence
 from hvdtrain.training.equality.draws import Draws
@@ -130,6 +131,8 @@ class StepCheck:
         if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
             size = f"{table_bytes / 1e9:,.1f} GB"
             return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
+        if (reason := lacking_memory(self._model, self._collectives)) is not None:
+            return Finding({}, unchecked=reason)
         if recurrent_states(self._model):
             return Finding({}, unchecked="its layers keep states of the samples of each rank's last batch")
         samples = gather_samples(batch, self._collectives)
