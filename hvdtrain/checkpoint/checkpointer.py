@@ -213,11 +213,11 @@ class Checkpointer:
             return None
         path, manifest, specs = found
         kept, ranks = manifest.pop("kept"), None if opened is None else opened.ranks
-        tensors: Mapping[str, np.ndarray] = {} if opened is None else opened.tensors
+        tensors = None if opened is None else opened.tensors
         same_ranks = manifest["ranks"] == self._collectives.size
         variables = self._model_state.own_variables(manifest) if same_ranks else {}
         self._model_state.restore_shared(manifest, tensors, without=variables.values())
-        arrays = {name: tensors[name] for name, *_ in specs} if opened is not None else {}
+        arrays = {} if tensors is None else {name: tensors[name] for name, *_ in specs}
         state = plain_values.join(kept["state"], rank_states.broadcast_arrays(arrays, specs, self._collectives))
         rank_state = None
         if same_ranks:
@@ -253,7 +253,7 @@ class Checkpointer:
             return str(opened.path), opened.manifest
 
         found, manifest = on_first_rank(find, self._collectives)
-        self._model_state.restore_shared(manifest, {} if opened is None else opened.tensors, without=())
+        self._model_state.restore_shared(manifest, None if opened is None else opened.tensors, without=())
         return Restored(manifest["step"], Path(found), None, None, manifest)
 
     def take_over(self) -> None:

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint import storage
 from hvdtrain.checkpoint.rank_file import RankFileReader, RankFileWriter
-from hvdtrain.checkpoint.storage import MANIFEST, RANKS, SUMS, TENSORS, Tensors, folder_name
+from hvdtrain.checkpoint.shared_tensors import SharedTensors
+from hvdtrain.checkpoint.storage import MANIFEST, RANKS, SUMS, TENSORS, folder_name
 from hvdtrain.checkpoint.transfer import PIECE_BYTES, Spec
 from hvdtrain.system.atomic_files import commit, remove, removed_on_failure
 
@@ -102,7 +103,7 @@ def _verify(folder: Path, tensors: dict[str, Any], digests: Sequence[str]) -> No
     Training holds new values meanwhile. The largest tensor is compared by its digest, and makes room in memory for the
     others.
     """
-    found = Tensors(folder)
+    found = SharedTensors(folder / TENSORS)
     if tensors:
         largest = max(tensors, key=lambda name: _bytes(tensors[name]).nbytes)
         digest = _digest(tensors.pop(largest))

@@ -4,8 +4,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.checkpoint.rank_file import RankFileReader
+from hvdtrain.checkpoint.shared_tensors import SharedTensors
 from hvdtrain.distributed.row_shards import RowShard
 from hvdtrain.distributed.shards import whole_of_arrays
 
@@ -25,7 +27,7 @@ class JoinedParts(Mapping[str, np.ndarray]):
         LookupError, TypeError, ValueError: the manifest is not as hvdtrain writes it.
     """
 
-    def __init__(self, tensors: Mapping[str, np.ndarray], ranks: RankFileReader, manifest: Mapping[str, Any]):
+    def __init__(self, tensors: SharedTensors, ranks: RankFileReader, manifest: Mapping[str, Any]):
         self._tensors = tensors
         self._ranks = ranks
         shapes = {name: shape for name, shape, _ in manifest["variables"]}
@@ -48,6 +50,10 @@ class JoinedParts(Mapping[str, np.ndarray]):
             return self.rows(name, 0, self._shapes[name][0])
         parts = [self._ranks.array(rank, name) for rank in range(len(self._ranks.specs))]
         return whole_of_arrays(parts, self._shapes[name])
+
+    def tensor(self, name: str) -> tf.Tensor:
+        """The same as a tensor."""
+        return tf.convert_to_tensor(self[name]) if name in self._shapes else self._tensors.tensor(name)
 
     def __contains__(self, name: object) -> bool:
         # Mapping's own would read the tensor.

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.checkpoint.joined_parts import PARTS
+from hvdtrain.checkpoint.joined_parts import PARTS, JoinedParts
 from hvdtrain.checkpoint.table_rows import TableRows, restore_rows
 from hvdtrain.checkpoint.transfer import AnyArray, Spec
 from hvdtrain.distributed.collectives import Collectives
@@ -159,28 +159,28 @@ class ModelState:
                 )
 
     def restore_shared(
-        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray], *, without: Iterable[keras.Variable]
+        self, description: Mapping[str, Any], tensors: JoinedParts | None, *, without: Iterable[keras.Variable]
     ) -> None:
         """Restores what all ranks have in common. Collective: all ranks must call it.
 
         Args:
-            tensors: used on rank 0 only.
+            tensors: on rank 0; None on the others.
             without: variables that the caller restores on each rank.
         """
         others = {id(variable) for variable in without}
         same_accumulation = description["accumulate"] == self._accumulate
         by_name = self._by_saved_name(description, accumulators=same_accumulation)
         restored = {name: variable for name, variable in by_name.items() if id(variable) not in others}
-        if self._collectives.rank == 0:
+        if tensors is not None:
             self._restore_shared(description, tensors, restored)
         shared = whole_variables([each for each in self._shared().values() if id(each) not in others])
         self._collectives.broadcast([variable.value for variable in shared])
         for name, variable in restored.items():
             if (shard := row_shard_of(variable)) is not None:
-                restore_rows(variable, shard, name, tensors, self._collectives)
+                restore_rows(variable, shard, name, tensors or {}, self._collectives)
             elif (part := part_of(variable)) is not None:
                 # One after the other, so that only one of them is in memory as a whole.
-                value = tensors[name] if self._collectives.rank == 0 else np.zeros(part.shape, variable.dtype)
+                value = np.zeros(part.shape, variable.dtype) if tensors is None else tensors[name]
                 whole = tf.Variable(value, trainable=False, dtype=variable.dtype)
                 self._collectives.broadcast([whole])
                 variable.assign(part.of(whole))
@@ -189,11 +189,11 @@ class ModelState:
         note_equal_counters(self._model)
 
     def _restore_shared(
-        self, description: Mapping[str, Any], tensors: Mapping[str, np.ndarray], restored: Mapping[str, keras.Variable]
+        self, description: Mapping[str, Any], tensors: JoinedParts, restored: Mapping[str, keras.Variable]
     ) -> None:
         for name, variable in restored.items():
             if part_of(variable) is None:
-                variable.assign(tensors[name])
+                variable.assign(tensors.tensor(name))
         if description["accumulate"] != self._accumulate:
             for variable in [each for name, each in self._shared().items() if is_accumulator(name)]:
                 variable.assign(tf.zeros_like(variable.value))

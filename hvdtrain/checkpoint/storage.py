@@ -12,17 +12,16 @@ A checkpoint ``step-00000120/`` contains
 import hashlib
 import os
 import re
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.joined_parts import JoinedParts
 from hvdtrain.checkpoint.rank_file import RankFileReader
+from hvdtrain.checkpoint.shared_tensors import SharedTensors
 from hvdtrain.config.wording import option
 from hvdtrain.errors import DataError
 from hvdtrain.system.atomic_files import remove
@@ -136,36 +135,11 @@ def read(folder: Path) -> "Content":
     """
     manifest = read_manifest(folder)
     with refusing_malformed(TENSORS):
-        tensors = Tensors(folder)
+        tensors = SharedTensors(folder / TENSORS)
     with refusing_malformed(RANKS):
         ranks = RankFileReader(folder / RANKS, int(manifest["ranks"]))
     with refusing_malformed(MANIFEST):
         return Content(folder, manifest, JoinedParts(tensors, ranks, manifest), ranks)
-
-
-class Tensors(Mapping[str, np.ndarray]):
-    """The shared tensors of a checkpoint, read one by one when they are needed."""
-
-    def __init__(self, folder: Path):
-        # TensorFlow takes the path for a pattern: that of the folder may contain brackets or backslashes. It opens
-        # files when they are read, so that the descriptor must live as long as the reader.
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, descriptor)
-        self._reader = tf.train.load_checkpoint(f"/proc/self/fd/{descriptor}/{TENSORS}")
-        self._shapes = self._reader.get_variable_to_shape_map()
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        return np.asarray(self._reader.get_tensor(name))
-
-    def __contains__(self, name: object) -> bool:
-        # Mapping's own would read the tensor.
-        return name in self._shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
-
-    def __len__(self) -> int:
-        return len(self._shapes)
 
 
 class Content(NamedTuple):
@@ -173,7 +147,7 @@ class Content(NamedTuple):
 
     path: Path
     manifest: dict[str, Any]
-    tensors: Mapping[str, np.ndarray]
+    tensors: JoinedParts
     """State that all ranks have in common, its average over ranks, or tensors joined from their parts."""
     ranks: RankFileReader
     """Per-rank state."""

@@ -55,11 +55,13 @@ def _overwrite_in_pieces(variable: tf.Variable, send: Send, name: str, *, is_roo
     """
     bytes_per_element = variable.dtype.size
     value = _aligned_bytes(0 if is_root else num_bytes(variable))
+    with tf.device("CPU"):  # where Horovod sends from
+        unused = tf.zeros(0 if is_root else min(PIECE_BYTES, num_bytes(variable)), tf.uint8)
     for start, end in bounds(variable.shape.num_elements(), bytes_per_element, PIECE_BYTES):
         place = slice(start * bytes_per_element, end * bytes_per_element)
-        own = _bytes_of(variable, start, end) if is_root else np.zeros(place.stop - place.start, np.uint8)
-        with tf.device("CPU"):  # where Horovod sends from
-            received = send(tf.convert_to_tensor(own), f"{name}_piece_{start}")
+        own = _bytes_of(variable, start, end) if is_root else None
+        with tf.device("CPU"):
+            received = send(unused[: place.stop - place.start] if own is None else own, f"{name}_piece_{start}")
         if not is_root:
             value[place] = received
     if not is_root:

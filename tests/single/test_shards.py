@@ -9,9 +9,10 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdtrain.checkpoint import storage
 from hvdtrain.checkpoint.draft import Draft
 from hvdtrain.checkpoint.joined_parts import JoinedParts
-from hvdtrain.checkpoint.storage import Tensors
+from hvdtrain.checkpoint.shared_tensors import SharedTensors
 from hvdtrain.distributed import shards
 from hvdtrain.distributed.shards import (
     Part,
@@ -89,12 +90,28 @@ class RankFile:
 
 def test_names_in_a_checkpoint_are_found_without_reading_tensors(tmp_path, monkeypatch):
     Draft(tmp_path, 1, [[]]).commit({"a": np.zeros(2)}, {"ranks": 1, "variables": [], "own": {}})
-    tensors = Tensors(tmp_path / "step-00000001")
+    tensors = SharedTensors(tmp_path / "step-00000001" / storage.TENSORS)
     manifest = {"variables": [["b", [40], "float32"]], "own": {"parts": [["b", [32], "float32"]]}}
     joined = JoinedParts(tensors, RankFile(), manifest)
-    monkeypatch.setattr(Tensors, "__getitem__", None)
+    monkeypatch.setattr(SharedTensors, "__getitem__", None)
     monkeypatch.setattr(JoinedParts, "__getitem__", None)
     assert [name in joined for name in "abc"] == [True, True, False]
+
+
+def test_tensors_are_those_of_the_arrays(tmp_path):
+    values = {
+        each: tf.cast([[0, 1], [1, 2]], each)
+        for each in ("float16", "bfloat16", "float64", "int32", "int64", "uint32", "bool", "int8")
+    }
+    Draft(tmp_path, 1, [[]]).commit(values, {"ranks": 1, "variables": [], "own": {}})
+    tensors = SharedTensors(tmp_path / "step-00000001" / storage.TENSORS)
+    manifest = {"variables": [["b", [40], "float32"]], "own": {"parts": [["b", [32], "float32"]]}}
+    joined = JoinedParts(tensors, RankFile(), manifest)
+    for name, value in values.items():
+        assert joined.tensor(name).dtype == value.dtype
+        np.testing.assert_array_equal(joined.tensor(name), value)
+        np.testing.assert_array_equal(joined[name], value)
+    assert joined.tensor("b").numpy().tolist() == [1.0] * 32 + [2.0] * 8
 
 
 def test_a_checkpoint_shows_joined_parts_like_any_tensor():
