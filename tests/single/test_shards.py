@@ -103,7 +103,7 @@ def test_tensors_are_those_of_the_arrays(tmp_path):
         each: tf.cast([[0, 1], [1, 2]], each)
         for each in ("float16", "bfloat16", "float64", "int32", "int64", "uint32", "bool", "int8")
     }
-    Draft(tmp_path, 1, [[]]).commit(values, {"ranks": 1, "variables": [], "own": {}})
+    Draft(tmp_path, 1, [[]]).commit(dict(values), {"ranks": 1, "variables": [], "own": {}})
     tensors = SharedTensors(tmp_path / "step-00000001" / storage.TENSORS)
     manifest = {"variables": [["b", [40], "float32"]], "own": {"parts": [["b", [32], "float32"]]}}
     joined = JoinedParts(tensors, RankFile(), manifest)
