@@ -19,8 +19,8 @@ def _available_in_groups() -> Iterator[int]:
     for folder, limit, used, cache in _groups():
         # Without a limit, there are no such files, they have no number, or one larger than any machine.
         with contextlib.suppress(OSError, ValueError):
-            reclaimable = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache]
-            yield max(0, _number(folder / limit) - _number(folder / used) + int(reclaimable))
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield max(0, _number(folder / limit) - _number(folder / used) + int(statistics.get(cache, 0)))
 
 
 def _groups() -> Iterator[tuple[Path, str, str, str]]:

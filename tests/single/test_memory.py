@@ -53,3 +53,5 @@ def test_a_container_that_sees_its_limit_at_the_root(tmp_path):
     (tmp_path / "own groups").write_text("0::/kubepods/pod1\n")
     write(tmp_path, V2, 2 << 30, used=1 << 30)
     assert memory.available_bytes() == 1 << 30
+    (tmp_path / "memory.stat").write_text("anon 5\n")
+    assert memory.available_bytes() == 1 << 30
