@@ -279,6 +279,9 @@ def test_a_check_that_memory_does_not_suffice_for_is_left_out(monkeypatch):
     finding = StepCheck(model.train_step, model, COLLECTIVES).run(data)
     assert finding.unchecked.startswith("a check would take 0.0 GB on a host, of whose memory 0.0 GB")
     assert weights_sha256(model) == weights
+    # What needs no memory is still compared.
+    same = (FEATURES[:BATCH], TARGETS[:BATCH])
+    assert "the same batch on every rank" in StepCheck(model.train_step, model, COLLECTIVES).run(same).unequal
 
 
 def test_verify_of_a_tape():

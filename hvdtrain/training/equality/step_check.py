@@ -128,6 +128,11 @@ class StepCheck:
             return Finding({}, unchecked="an optimizer holds gradients of micro-batches; check it after an update")
         self._require_equal_replicas()
         require_sums_from_the_start(self._model)
+        samples = gather_samples(batch, self._collectives)
+        if samples is None:
+            return Finding({}, unchecked="a rank has no samples")
+        if samples.are_the_same:
+            return Finding({}, unequal=SAME_SAMPLES)
         if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
             size = f"{table_bytes / 1e9:,.1f} GB"
             return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
@@ -135,11 +140,6 @@ class StepCheck:
             return Finding({}, unchecked=reason)
         if recurrent_states(self._model):
             return Finding({}, unchecked="its layers keep states of the samples of each rank's last batch")
-        samples = gather_samples(batch, self._collectives)
-        if samples is None:
-            return Finding({}, unchecked="a rank has no samples")
-        if samples.are_the_same:
-            return Finding({}, unequal=SAME_SAMPLES)
         finding = self._check(samples)
         if finding.unequal is None or samples.rows.are_equally_many:
             return finding
