@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hvdtrain.fault_tolerance.channel import Channel, Connection, Message
-from hvdtrain.fault_tolerance.stall_detection import Position, StallDetector, is_in_an_operation, stack_of
+from hvdtrain.fault_tolerance.stall_detection import Position, StallDetector, stack_of
 from hvdtrain.system.terminal import rank_name, some_of, write
 
 # A rank that computes is elsewhere each time; one that waits, or is stuck, is not.
@@ -161,9 +161,7 @@ class ProgramWatch:
             if has_moved or last.standing_s < self._stall_s / 2:
                 return None
             places.add(tuple(last.functions))
-            # One that waits in a reduction is ahead of those that have not reached it.
-            position = Position(int(is_in_an_operation(last.stack)), step=last.num_steps or None)
-            detector.add_stack(rank, position, last.stack)
+            detector.add_stack(rank, Position(step=last.num_steps or None), last.stack)
         if len(places) == 1:
             return None
         behind = some_of([self._names[rank] for rank in detector.ranks_behind()])

@@ -115,10 +115,17 @@ class StallDetector:
         return len(self._stacks)
 
     def ranks_behind(self) -> list[int]:
-        """Returns the ranks that have made less progress than others; empty if all have made the same."""
-        fewest = min(position.heartbeats for position, _ in self._stacks.values())
-        behind = [rank for rank, (position, _) in sorted(self._stacks.items()) if position.heartbeats == fewest]
-        return behind if len(behind) < len(self._stacks) else []
+        """Returns the ranks that the others wait for; empty if no rank stands out.
+
+        They have made less progress than others or, where all have made the same, are not in an operation, as others
+        are: one that waits in a reduction is ahead of those that have not reached it.
+        """
+        progress = {
+            rank: (position.heartbeats, is_in_an_operation(stack)) for rank, (position, stack) in self._stacks.items()
+        }
+        least = min(progress.values())
+        behind = sorted(rank for rank, each in progress.items() if each == least)
+        return behind if len(behind) < len(progress) else []
 
     def report(self, name: Callable[[int], str]) -> str:
         """Returns the stacks of the ranks that are behind, or of all ranks if none is; one line per frame."""

@@ -238,12 +238,14 @@ def test_a_suspended_rank(rank, uninterrupted, tmp_path):
 
 
 def test_a_hanging_rank(tmp_path):
-    """It sends heartbeats but makes no progress: its stack is reported."""
+    """It sends heartbeats but makes no progress: the others wait for it in a reduction, and its stack is reported."""
     job, mark = start(tmp_path / "run", "hang", more=["--stall-timeout", str(STALL_S)])
     done = job.end(90)
     assert time.time() - float(mark.read_text()) < STALL_S + ENDS_WITHIN_S, done.output
     assert done.code == 1, done.output
-    assert f"hvdtrain: no rank made progress for {STALL_S} s." in done.output
+    assert re.search(
+        rf"no rank made progress for {STALL_S} s; the others wait for rank 1 \(host .*\)\. ", done.output
+    ), done.output
     assert re.search(r"rank 1 \(host .*\) at step 47 \(training\):", done.output), done.output
     assert re.search(r"faulty.py:\d+, in inject", done.output), done.output
     assert not job.processes()

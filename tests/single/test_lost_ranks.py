@@ -211,3 +211,16 @@ def test_a_function_of_the_input_that_blocks_in_another_thread_is_part_of_the_st
     assert any(line.endswith("in generate") and "test_lost_ranks.py:" in line for line in others), lines
     assert lines.index(others[0]) > 0
     assert not any(line.endswith("in generate") for line in stack_of(threading.get_ident()))
+
+
+def test_the_others_wait_for_the_rank_whose_input_blocks():
+    """All ranks are at the same step, in TensorFlow; a thread of one of them is in the user's code."""
+    step = ["/site-packages/tensorflow/python/eager/execute.py:53, in quick_execute"]
+    blocked = [*step, "in another thread: task.py:11, in generate"]
+    stall = StallDetector(0.0)
+    for rank, stack in enumerate((step, blocked, step)):
+        stall.add_stack(rank, Position(15, "training", 15), stack)
+    assert stall.ranks_behind() == [1]
+    assert stall.report("rank {}".format).splitlines()[0] == "  rank 1 at step 15 (training):"
+    stall.add_stack(1, Position(15, "training", 15), step)
+    assert stall.ranks_behind() == []
