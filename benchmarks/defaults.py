@@ -37,8 +37,7 @@ def measure() -> None:
     import hvdtrain
 
     topology = hvdtrain.init(seed=0)
-    from networks import step_ms
-    from trainer_steps import trainer_steps
+    from trainer_steps import step_ms, trainer_steps
 
     from hvdtrain.distributed import runtime
     from hvdtrain.distributed.single_process import SingleProcessCollectives

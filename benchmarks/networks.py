@@ -1,16 +1,8 @@
-"""The networks of the benchmarks, with random samples."""
-
-import time
-from typing import TYPE_CHECKING
+"""The networks of the benchmarks. Does not import TensorFlow: Keras on JAX and on PyTorch run without it."""
 
 import keras
-import numpy as np
-import tensorflow as tf
 from keras import layers
-from samples import BATCH_SIZES, TOKENS, VOCABULARY, batch
-
-if TYPE_CHECKING:
-    from hvdtrain.training.train_step import TrainStep
+from samples import BATCH_SIZES, TOKENS, VOCABULARY
 
 
 def cnn() -> keras.Model:
@@ -69,26 +61,10 @@ NETWORKS = {make.__name__: (make, BATCH_SIZES[make.__name__]) for make in (cnn, 
 """Name to network and batch size per rank."""
 
 
-def endless_batches(name: str, *, with_factor: bool = True) -> tf.data.Iterator:
-    """Repeats one random batch, with hvdtrain's loss factor if needed, so that input takes no time."""
-    element = (batch(name), np.float32(1)) if with_factor else batch(name)
-    return iter(tf.data.Dataset.from_tensors(element).repeat())
-
-
-def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> keras.Model:
+def compiled(model: keras.Model, optimizer: keras.optimizers.Optimizer, *, jit_compile: bool = False) -> keras.Model:
     model.compile(
         optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        jit_compile=False,
+        jit_compile=jit_compile,
     )
     return model
-
-
-def step_ms(train_step: "TrainStep", num_steps: int) -> float:
-    """Makes at least ``num_steps`` steps and returns the time per step."""
-    began_s = time.perf_counter()
-    done = 0
-    while done < num_steps:
-        train_step.run(train_step.max_steps)
-        done += train_step.max_steps
-    return 1000 * (time.perf_counter() - began_s) / done

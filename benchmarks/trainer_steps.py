@@ -1,9 +1,11 @@
 """Trainer's compiled step without the Trainer. Requires hvdtrain.init()."""
 
+import time
 from types import SimpleNamespace
 
 import keras
-from networks import NETWORKS, compiled, endless_batches
+from endless_batches import endless_batches
+from networks import NETWORKS, compiled
 
 import hvdtrain
 from hvdtrain.distributed.collectives import Collectives
@@ -42,3 +44,13 @@ def trainer_steps(
         record=record,
         weights=LossWeights(is_weighted=False, has_fillers=False, leaves_out_samples=False, loss_sums=False),
     )
+
+
+def step_ms(train_step: TrainStep, num_steps: int) -> float:
+    """Makes at least ``num_steps`` steps and returns the time per step."""
+    began_s = time.perf_counter()
+    done = 0
+    while done < num_steps:
+        train_step.run(train_step.max_steps)
+        done += train_step.max_steps
+    return 1000 * (time.perf_counter() - began_s) / done

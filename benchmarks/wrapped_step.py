@@ -15,8 +15,9 @@ hvdtrain.init(seed=0)
 
 import keras
 import numpy as np
-from networks import NETWORKS, compiled, endless_batches, step_ms
-from trainer_steps import trainer_steps
+from endless_batches import endless_batches
+from networks import NETWORKS, compiled
+from trainer_steps import step_ms, trainer_steps
 
 STEPS_PER_BLOCK = {"cnn": 20, "mlp": 1000, "lstm": 40, "transformer": 40}
 

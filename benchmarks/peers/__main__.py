@@ -1,16 +1,19 @@
 """Step times of hvdtrain and its peers on the same networks and batches, interleaved.
 
     launch/run python benchmarks/peers
-    launch/run python benchmarks/peers --torch-python /path/to/an/environment/with/torch/bin/python
+    launch/run python benchmarks/peers --torch-python ENVIRONMENT/bin/python --jax-python ENVIRONMENT/bin/python
+
+The environments of the second line have torch, numpy and keras-nightly (the first with data parallelism on PyTorch),
+and jax and keras.
 
 Prints the ratio of each peer's step time to hvdtrain's in the same turn: median and quartiles over all turns. A ratio
 above 1 means that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; every other peer, including hvdtrain with
 --jit-compile, has its own job. The jobs of a network run concurrently and take turns: while one runs its blocks of
 steps, the others are stopped. All are restarted several times, because two models with the same steps differ
-persistently by a few percent. All read their batch from an iterator that repeats it, except PyTorch, which holds it in
-memory. For each peer the case with the lowest median counts (one or ten steps per compiled call; an allreduce per
-gradient or one for all). On 4 ranks, also prints examples/s relative to 2 ranks. Saves the last result for each number
-of ranks and network to results/peers.json and plots results/peers.svg.
+persistently by a few percent. All read their batch from an iterator that repeats it, except PyTorch and JAX, which hold
+it in memory. For each peer the case with the lowest median counts (one or ten steps per call; compiled or not; an
+allreduce per gradient or one for all). On 4 ranks, also prints examples/s relative to 2 ranks. Saves the last result
+for each number of ranks and network to results/peers.json and plots results/peers.svg.
 """
 
 import argparse
@@ -31,17 +34,21 @@ RESULTS = HERE.parent / "results"
 FEWER = "hvdtrain on 2 ranks"
 
 
-def jobs_for(ranks: int, torch_python: str | None) -> list[list[Process]]:
+def jobs_for(ranks: int, pythons: dict[str, str]) -> list[list[Process]]:
+    """The commands of each job.
+
+    Args:
+        pythons: script of a peer without TensorFlow to the interpreter that runs it.
+    """
     jobs = [under_mpirun(script, ranks) for script in ("horovod_steps.py", "jit_steps.py")]
     jobs.append(without_launcher(sys.executable, "multi_worker.py", ranks))
-    if torch_python is not None:
-        jobs.append(without_launcher(torch_python, "torch_ddp.py", ranks))
+    jobs += [without_launcher(python, script, ranks) for script, python in pythons.items()]
     if ranks == 1:
         jobs.append(without_launcher(sys.executable, "keras_alone.py", 1))
     return jobs
 
 
-def take_turns(network: str, ranks: int, num_turns: int, torch_python: str | None) -> list[Steps]:
+def take_turns(network: str, ranks: int, num_turns: int, pythons: dict[str, str]) -> list[Steps]:
     """Starts all jobs and lets them run their blocks in turn."""
     turns: list[Steps] = []
     with ExitStack() as stack:
@@ -51,7 +58,7 @@ def take_turns(network: str, ranks: int, num_turns: int, torch_python: str | Non
             stack.callback(job.end)
             return job
 
-        jobs = [start(processes) for processes in jobs_for(ranks, torch_python)]
+        jobs = [start(processes) for processes in jobs_for(ranks, pythons)]
         fewer = [start(under_mpirun("horovod_steps.py", 2))] if ranks == 4 else []
         for _ in range(num_turns):
             steps = {peer: found for job in jobs for peer, found in job.turn().items()}
@@ -115,12 +122,22 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5, help="turns per start")
     parser.add_argument("--networks", nargs="*", default=list(BATCH_SIZES), choices=BATCH_SIZES)
-    parser.add_argument("--torch-python", help="the interpreter of an environment with torch and numpy")
+    parser.add_argument("--torch-python", help="the interpreter of an environment with torch, numpy and keras-nightly")
+    parser.add_argument("--jax-python", help="the interpreter of an environment with jax and keras")
     arguments = parser.parse_args()
     if arguments.starts * arguments.turns < 2:
         parser.error(
             f"quartiles need at least two turns. Received: --starts {arguments.starts} --turns {arguments.turns}"
         )
+    pythons = {
+        script: python
+        for script, python in (
+            ("torch_ddp.py", arguments.torch_python),
+            ("keras_torch.py", arguments.torch_python),
+            ("keras_jax.py", arguments.jax_python),
+        )
+        if python is not None
+    }
     # Clean up as on Ctrl-C: stopped jobs could not exit by themselves.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     RESULTS.mkdir(exist_ok=True)
@@ -131,9 +148,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         for network in arguments.networks:
             starts = range(arguments.starts)
-            turns = [
-                turn for _ in starts for turn in take_turns(network, ranks, arguments.turns, arguments.torch_python)
-            ]
+            turns = [turn for _ in starts for turn in take_turns(network, ranks, arguments.turns, pythons)]
             own = steps_of_fastest(turns, "hvdtrain")
             print(f"{ranks} rank(s), {network}: hvdtrain {statistics.median(own):.3f} ms", flush=True)
             for peer, cases in turns[0].items():

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import keras
 import tensorflow as tf
-from networks import NETWORKS, endless_batches
+from endless_batches import endless_batches
+from networks import NETWORKS
 
 RATE, MOMENTUM = 1e-3, 0.9
 

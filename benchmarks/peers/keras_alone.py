@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import keras
 from blocks import NETWORK, measure
-from networks import NETWORKS, compiled, endless_batches
+from endless_batches import endless_batches
+from networks import NETWORKS, compiled
 
 
 def block_of(steps_per_execution: int) -> Callable[[int], None]:
