@@ -12,10 +12,8 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,11 @@ import hvdtrain
 topology = hvdtrain.init(seed=0)
 import keras
 from learning_tasks import TASKS, Digits, Text
+from paired_losses import cell
 
 from hvdtrain import LocalSGDConfig
 from hvdtrain.data import Data
 from hvdtrain.system import versions
-
-T_OF_95_PERCENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Quantiles of Student's t distribution, by degrees of freedom."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,19 +96,6 @@ def final_loss(task: Digits | Text, way: Way, seed: int, rate: float) -> float:
     callbacks = [SlowRank()] if way.has_slow_rank else []
     data = Data(task.training, task.evaluation)
     return hvdtrain.Trainer(model, data, config, callbacks=callbacks, reporter=None).fit()["eval"]["loss"]
-
-
-def difference(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
-    """The mean difference from sync mode with the same seeds, and half of its 95 % confidence interval."""
-    differences = [ours - other for ours, other in zip(losses, reference, strict=True)]
-    interval = T_OF_95_PERCENT[len(losses) - 1] * statistics.stdev(differences) / math.sqrt(len(losses))
-    return statistics.mean(differences), interval
-
-
-def cell(losses: Sequence[float], reference: Sequence[float]) -> str:
-    mean, interval = difference(losses, reference)
-    text = f"{statistics.mean(losses):.4f} ({2 * statistics.stdev(losses):.4f})"
-    return text if losses == reference else f"{text}, {mean:+.3f} ± {interval:.3f}"
 
 
 def print_table(losses: dict[str, dict[str, list[float]]]) -> None:
