@@ -19,7 +19,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from jobs import MPIRUN, Job, Steps
+from jobs import Job, Steps
+from places import MPIRUN
 from samples import BATCH_SIZES
 
 

@@ -4,9 +4,11 @@ Horovod: a tape, an allreduce per gradient or one for all, a tf.function, and th
 job.
 """
 
+import os
+
 import hvdtrain
 
-hvdtrain.init(seed=0)
+hvdtrain.init(seed=0, threads=int(os.environ["THREADS"]))
 
 import horovod.tensorflow as hvd
 import tensorflow as tf

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,39 +10,13 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-Process = tuple[list[str], dict[str, str]]
-"""A command line and its additional environment variables."""
+from places import Process
+
 Steps = dict[str, dict[str, float]]
 """Step times in ms by peer and case."""
 
 HERE = Path(__file__).resolve().parent
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 _TURN_S = 300
-
-
-def under_mpirun(script: str, ranks: int) -> list[Process]:
-    return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], {})]
-
-
-def without_launcher(python: str, script: str, ranks: int) -> list[Process]:
-    """A process per rank, with the variables that TensorFlow's and PyTorch's own strategies need."""
-    processes = []
-    ports = _free_ports(ranks)
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
-    for rank in range(ranks):
-        task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": rank}})
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[0]), "RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        env = {**place, "TF_CONFIG": task, "WORKERS": str(ranks)}
-        processes.append(([python, str(HERE / script)], env))
-    return processes
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports
 
 
 class Job:

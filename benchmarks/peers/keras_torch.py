@@ -2,7 +2,6 @@
 
 import os
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
@@ -12,7 +11,7 @@ from blocks import NETWORK, Block, measure
 from networks import NETWORKS, compiled
 from samples import batch
 
-torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // SIZE))
+torch.set_num_threads(int(os.environ["THREADS"]))
 keras.distribution.initialize()
 keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
 

@@ -4,7 +4,7 @@ import os
 
 import tensorflow as tf
 
-threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ["WORKERS"]))
+threads = int(os.environ["THREADS"])
 tf.config.threading.set_intra_op_parallelism_threads(threads)
 tf.config.threading.set_inter_op_parallelism_threads(threads)
 options = tf.distribute.experimental.CommunicationOptions(

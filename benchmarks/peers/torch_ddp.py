@@ -9,8 +9,7 @@ from samples import batch
 from torch import nn
 from torch_networks import NETWORKS
 
-RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // SIZE))
+torch.set_num_threads(int(os.environ["THREADS"]))
 distributed.init_process_group("gloo")
 
 
