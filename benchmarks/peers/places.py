@@ -5,9 +5,10 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from laboratory import Laboratory
+if TYPE_CHECKING:
+    from laboratory import Laboratory
 
 HERE = Path(__file__).resolve().parent
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
@@ -42,7 +43,7 @@ class ThisMachine:
 class Hosts:
     """A rank on each host of the lab. The cores of this machine are divided between them."""
 
-    def __init__(self, lab: Laboratory):
+    def __init__(self, lab: "Laboratory"):
         self._lab = lab
 
     def under_mpirun(self, script: str, ranks: int) -> list[Process]:
