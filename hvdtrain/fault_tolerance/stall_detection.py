@@ -12,13 +12,21 @@ from hvdtrain.system.terminal import some_of
 
 _MAX_FRAMES = 8
 _ELSEWHERE = "in another thread: "
-# Parts of the line of a stack: the call of a compiled function, or of an operation of Horovod or MPI.
+# Parts of the last line of a stack: the call of a compiled function, or of an operation of Horovod or MPI.
 _OPERATIONS = (
     f"{EXECUTE.module.replace('.', '/')}.py:",
     ", in horovod_",
     "/horovod/tensorflow/mpi_ops.py:",
     "/hvdtrain/distributed/horovod.py:",
 )
+# Parts of one of the last lines: a wait for another thread, or for a message, either of which may wait for other ranks.
+_WAITS = (
+    "/hvdtrain/system/background.py:",
+    "/hvdtrain/fault_tolerance/channel.py:",
+    "/hvdtrain/training/quorum/exchange.py:",
+)
+_FRAMES_OF_A_WAIT = 3
+"""With those of the standard library, such as of ``Thread.join``."""
 
 
 class Position(NamedTuple):
@@ -61,14 +69,17 @@ def _lines_of(frame: FrameType) -> list[str]:
     return [f"{each.f_code.co_filename}:{line}, in {each.f_code.co_name}" for each, line in reversed(walked)]
 
 
-def is_in_an_operation(stack: list[str]) -> bool:
-    """Whether a thread runs an operation of TensorFlow, Horovod or MPI, as one that waits for other ranks does.
+def may_wait_for_others(stack: list[str]) -> bool:
+    """Whether a thread is in an operation of TensorFlow, Horovod or MPI, or waits: in both it may wait for other ranks.
 
     Args:
         stack: what :func:`stack_of` returns.
     """
     own = [line for line in stack if not line.startswith(_ELSEWHERE)]
-    return bool(own) and len(own) == len(stack) and any(each in own[-1] for each in _OPERATIONS)
+    if not own or len(own) < len(stack):
+        return False
+    is_waiting = any(each in line for line in own[-_FRAMES_OF_A_WAIT:] for each in _WAITS)
+    return is_waiting or any(each in own[-1] for each in _OPERATIONS)
 
 
 class StallDetector:
@@ -117,11 +128,11 @@ class StallDetector:
     def ranks_behind(self) -> list[int]:
         """Returns the ranks that the others wait for; empty if no rank stands out.
 
-        They have made less progress than others or, where all have made the same, are not in an operation, as others
-        are: one that waits in a reduction is ahead of those that have not reached it.
+        They have made less progress than others or, where all have made the same, do not wait as others do: one that
+        waits in a reduction is ahead of those that have not reached it.
         """
         progress = {
-            rank: (position.heartbeats, is_in_an_operation(stack)) for rank, (position, stack) in self._stacks.items()
+            rank: (position.heartbeats, may_wait_for_others(stack)) for rank, (position, stack) in self._stacks.items()
         }
         least = min(progress.values())
         behind = sorted(rank for rank, each in progress.items() if each == least)

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -12,9 +13,11 @@ import pytest
 from made_up_jobs import ThreadCollectives, wait_until
 
 from hvdtrain.errors import UsageError
+from hvdtrain.fault_tolerance.channel import wait_for
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.fault_tolerance.stall_detection import Position, StallDetector, stack_of
 from hvdtrain.system import processes
+from hvdtrain.system.background import BackgroundTask
 
 REMEDY = r"The job ends; restart it to resume from its last checkpoint\."
 
@@ -224,3 +227,23 @@ def test_the_others_wait_for_the_rank_whose_input_blocks():
     assert stall.report("rank {}".format).splitlines()[0] == "  rank 1 at step 15 (training):"
     stall.add_stack(1, Position(15, "training", 15), step)
     assert stall.ranks_behind() == []
+
+
+def test_no_rank_is_blamed_that_waits_for_another_thread_or_a_message():
+    """As for an average in the background, or the end of an update with a quorum: it may wait for the others."""
+    ours, theirs = socket.socketpair()
+    task = BackgroundTask(lambda: wait_for([ours], None), "average")
+    (reading,) = (thread for thread in threading.enumerate() if thread.name == "average")
+    waiting = threading.Thread(target=task.wait)
+    waiting.start()
+    wait_until(lambda: any("join" in line for line in stack_of(waiting.ident)))
+    wait_until(lambda: any("select" in line for line in stack_of(reading.ident)))
+    stacks = [stack_of(waiting.ident), stack_of(reading.ident)]
+    theirs.close()
+    waiting.join()
+    for stack in stacks:
+        own = [line for line in stack if not line.startswith("in another thread: ")]
+        stall = StallDetector(0.0)
+        stall.add_stack(0, Position(15, "training", 15), own)
+        stall.add_stack(1, Position(15, "training", 15), ["/tensorflow/python/eager/execute.py:53, in quick_execute"])
+        assert stall.ranks_behind() == [], own
