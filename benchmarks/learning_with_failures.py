@@ -79,8 +79,10 @@ TASK = hvdtrain.Task(
 def last_step(run: Path) -> int:
     """The last step that a run has logged."""
     metrics = run / "metrics.jsonl"
-    found = re.findall(r'"event": "train".*?"step": (\d+)', metrics.read_text()) if metrics.exists() else []
-    return int(found[-1]) if found else 0
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    # The last line may be incomplete.
+    events = [json.loads(line) for line in lines if line.endswith("\n")]
+    return max((event["step"] for event in events if event["event"] == "train"), default=0)
 
 
 def train(options: list[str], kills: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -88,18 +90,8 @@ def train(options: list[str], kills: int, seed: int, folder: Path) -> dict[str, 
     generator = random.Random(seed)
     at_steps = [(i + generator.uniform(0.1, 0.6)) * STEPS / kills for i in range(kills)]
     run, output = folder / "run", folder / "output"
-    line = [
-        sys.executable,
-        "-m",
-        "hvdtrain",
-        "elastic",
-        f"1:{RANKS}",
-        "--np",
-        str(RANKS),
-        sys.executable,
-        "-m",
-        "hvdtrain",
-    ]
+    hvdtrain_command = [sys.executable, "-m", "hvdtrain"]
+    line = [*hvdtrain_command, "elastic", f"1:{RANKS}", "--np", str(RANKS), *hvdtrain_command]
     line += ["--task", __file__, "--run-dir", str(run), "--steps", str(STEPS), "--seed", str(seed)]
     line += ["--global-batch-size", str(GLOBAL_BATCH), "--checkpoint-every", "0", *options]
     with output.open("w") as file:

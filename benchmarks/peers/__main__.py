@@ -29,7 +29,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-
 sys.path.insert(0, str(HERE.parent.parent / "launch" / "lab"))
 
 from chart import draw

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 _LAUNCH = HERE.parent.parent / "launch"
-VARIABLES = ("NETWORK", "NUM_TURNS", "TURNS", "THREADS", "TF_CPP_MIN_LOG_LEVEL")
+_VARIABLES = ("NETWORK", "NUM_TURNS", "TURNS", "THREADS", "TF_CPP_MIN_LOG_LEVEL")
 """Environment variables that every rank reads."""
 
 Process = tuple[list[str], dict[str, str]]
@@ -23,7 +23,8 @@ Process = tuple[list[str], dict[str, str]]
 class Place(Protocol):
     """Makes the commands of jobs."""
 
-    def under_mpirun(self, script: str, ranks: int) -> list[Process]: ...
+    def under_mpirun(self, script: str, ranks: int) -> list[Process]:
+        """The one process of the launcher."""
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
         """A process per rank, with the variables that TensorFlow's, PyTorch's and JAX's own strategies need."""
@@ -33,11 +34,11 @@ class ThisMachine:
     """All ranks on this machine."""
 
     def under_mpirun(self, script: str, ranks: int) -> list[Process]:
-        return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], threads(ranks))]
+        return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], _threads(ranks))]
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
         places = _variables(["127.0.0.1"] * ranks, _free_ports(ranks))
-        return [([python, str(HERE / script)], {**threads(ranks), **place}) for place in places]
+        return [([python, str(HERE / script)], {**_threads(ranks), **place}) for place in places]
 
 
 class Hosts:
@@ -47,9 +48,9 @@ class Hosts:
         self._lab = lab
 
     def under_mpirun(self, script: str, ranks: int) -> list[Process]:
-        forwarded = [part for name in VARIABLES for part in ("--env", name)]
+        forwarded = [part for name in _VARIABLES for part in ("--env", name)]
         line = [str(_LAUNCH / "mpirun.sh"), "-H", self._lab.slots(), *forwarded, sys.executable, str(HERE / script)]
-        return [(self._lab.command(self._lab.names[0], line), threads(ranks))]
+        return [(self._lab.command(self._lab.names[0], line), _threads(ranks))]
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
         hosts = self._lab.names
@@ -57,13 +58,13 @@ class Hosts:
         return [
             (
                 self._lab.command(host, [python, str(HERE / script)]),
-                {**threads(ranks), **place, "GLOO_SOCKET_IFNAME": "eth0"},
+                {**_threads(ranks), **place, "GLOO_SOCKET_IFNAME": "eth0"},
             )
             for host, place in zip(hosts, places, strict=True)
         ]
 
 
-def threads(ranks: int) -> dict[str, str]:
+def _threads(ranks: int) -> dict[str, str]:
     """How many threads a rank computes with: its share of this machine's cores."""
     return {"THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
 
