@@ -32,9 +32,11 @@ def test_a_reduction_lasts_from_the_last_own_gradient_to_the_last_reduced_one(ha
 
     for _ in range(3):
         step()
-    waited, ready, reducing = np.median(times.drain(), axis=0)
-    # Not what they last at most: the machine may be busy.
+    rows = times.drain()
+    waited, ready, reducing = np.median(rows, axis=0)
+    # Not what they last at most: the machine may be busy, and read the clock late between the two.
     assert ready >= 0.2
-    assert reducing >= 0.1
+    assert reducing > 0
+    assert np.median(rows[:, 1] + rows[:, 2]) >= 0.3
     assert waited < ready
     assert times.micro_batches == 3
