@@ -2,6 +2,9 @@
 
     git worktree add ../before HEAD~1
     launch/run python benchmarks/versions.py ../before
+    launch/run python benchmarks/versions.py ../before --other-python ../before/.venvs/DIGEST/bin/python
+
+The second where the other checkout builds another Horovod.
 
 A job of each checkout is started, several times, because two models with the same steps differ persistently by a few
 percent. The two jobs take turns: while one runs its blocks of steps, the other is stopped. Prints the ratio of step
@@ -24,20 +27,23 @@ from places import MPIRUN
 from samples import BATCH_SIZES
 
 
-def start_job(checkout: Path, network: str, ranks: int, num_turns: int) -> Job:
+def start_job(checkout: Path, python: str, network: str, ranks: int, num_turns: int) -> Job:
     places = (checkout, checkout / "benchmarks", checkout / "benchmarks" / "peers")
     env = {"PYTHONPATH": ":".join(map(str, places))}
-    command = [*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / "version_steps.py")]
+    command = [*MPIRUN, "-np", str(ranks), python, str(HERE / "version_steps.py")]
     return Job([(command, env)], network, num_turns)
 
 
-def ratios_of_start(other: Path, network: str, ranks: int, num_turns: int, *, other_first: bool) -> dict[str, float]:
+def ratios_of_start(
+    other: tuple[Path, str], network: str, ranks: int, num_turns: int, *, other_first: bool
+) -> dict[str, float]:
     """This checkout's step time over the other's, for each number of steps per call: the median over turns."""
-    order = [other, HERE.parent] if other_first else [HERE.parent, other]
+    this = HERE.parent, sys.executable
+    order = [other, this] if other_first else [this, other]
     with ExitStack() as stack:
         jobs = []
-        for checkout in order:
-            jobs.append(start_job(checkout, network, ranks, num_turns))
+        for checkout, python in order:
+            jobs.append(start_job(checkout, python, network, ranks, num_turns))
             stack.callback(jobs[-1].end)
         turns: list[list[Steps]] = [[job.turn() for job in jobs] for _ in range(num_turns)]
     found = {}
@@ -50,6 +56,7 @@ def ratios_of_start(other: Path, network: str, ranks: int, num_turns: int, *, ot
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("--other-python", default=sys.executable, help="the interpreter of the other's environment")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--starts", type=int, default=6)
     parser.add_argument("--turns", type=int, default=8, help="turns per start")
@@ -60,7 +67,13 @@ def main() -> None:
     for ranks in arguments.ranks:
         for network in arguments.networks:
             starts = [
-                ratios_of_start(arguments.other.resolve(), network, ranks, arguments.turns, other_first=i % 2 == 0)
+                ratios_of_start(
+                    (arguments.other.resolve(), arguments.other_python),
+                    network,
+                    ranks,
+                    arguments.turns,
+                    other_first=i % 2 == 0,
+                )
                 for i in range(arguments.starts)
             ]
             for case in starts[0]:

@@ -14,11 +14,11 @@ from hvdtrain.system.launcher import Launcher, find_launcher, without_launcher
 
 # Chosen by benchmarks/defaults.py; a value that the user or the site has set is never replaced.
 # Open MPI busy-polls: where ranks fill the cores, Horovod's background thread took a third of the
-# machine. Horovod's background thread runs a cycle every millisecond by default, which is as long as a
-# small model's step; a cycle of 0.1 ms costs 15 % of a core. Each cycle sends a message to every other
-# rank: on one host with a core per rank the cycle can be shorter, and a single rank has no work for it.
+# machine. While a rank has gradients to reduce, Horovod's background thread runs a cycle every millisecond by default,
+# which is as long as a small model's step. Each cycle sends a message to every other rank: on one host with a core per
+# rank the cycle can be shorter than elsewhere.
 _MPI_DEFAULTS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-_CYCLE_MS, _CYCLE_ONE_HOST_MS, _CYCLE_ONE_RANK_MS = "0.1", "0.02", "5"
+_CYCLE_MS, _CYCLE_ONE_HOST_MS = "0.1", "0.02"
 # Horovod's own default.
 _STALL_CHECK_S = 60.0
 _FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
@@ -96,10 +96,8 @@ def horovod_start_environment(started_by: Launcher) -> Iterator[None]:
     Horovod starts with Gloo there. The variables of a single rank must not outlive the start: a launcher
     called from this process would pass them on, and each of its ranks would start as a job of one rank.
     """
-    chosen = {"HOROVOD_CYCLE_TIME": _CYCLE_ONE_RANK_MS} if started_by.is_single_rank else {}
-    if started_by.name == "none":
-        chosen |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-    chosen = {name: value for name, value in chosen.items() if name not in os.environ}
+    alone = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"} if started_by.name == "none" else {}
+    chosen = {name: value for name, value in alone.items() if name not in os.environ}
     os.environ.update(chosen)
     try:
         yield

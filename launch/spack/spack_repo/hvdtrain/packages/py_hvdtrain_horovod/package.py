@@ -6,11 +6,11 @@ class PyHvdtrainHorovod(PythonPackage):
     """Horovod 0.28.1 for one TensorFlow and one MPI, as hvdtrain needs it."""
 
     homepage = "https://github.com/horovod/horovod"
-    pypi = "hvdtrain-horovod/hvdtrain_horovod-0.28.1.post4.tar.gz"
+    pypi = "hvdtrain-horovod/hvdtrain_horovod-0.28.1.post5.tar.gz"
 
     license("Apache-2.0")
 
-    version("0.28.1.post4")
+    version("0.28.1.post5")
 
     depends_on("c", type="build")
     depends_on("cxx", type="build")
