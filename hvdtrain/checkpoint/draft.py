@@ -16,6 +16,9 @@ from hvdtrain.checkpoint.storage import MANIFEST, RANKS, SUMS, TENSORS, folder_n
 from hvdtrain.checkpoint.transfer import PIECE_BYTES, Spec
 from hvdtrain.system.atomic_files import commit, remove, removed_on_failure
 
+# Large tensors go to up to so many files, none smaller than this.
+_MAX_FILES, _MIN_FILE_BYTES = 8, 64 << 20
+
 
 class Draft:
     """A checkpoint that is being written, invisible to readers until :meth:`commit`.
@@ -68,7 +71,7 @@ class Draft:
         storage.set_aside_later(self._target.parent, self._step)
 
     def _write(self, tensors: dict[str, Any], manifest: str, digests: Sequence[str]) -> None:
-        _save(tensors, str(self._folder / TENSORS))
+        _save(tensors, self._folder)
         (self._folder / MANIFEST).write_text(manifest)
         files = sorted(path.name for path in self._folder.iterdir())
         (self._folder / SUMS).write_text(storage.sums(self._folder, files))
@@ -81,9 +84,32 @@ class Draft:
         commit(self._folder, self._target, verify)
 
 
-def _save(tensors: Mapping[str, Any], prefix: str) -> None:
-    names, values = list(tensors), [tf.convert_to_tensor(value) for value in tensors.values()]
-    tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=values)
+def _save(tensors: Mapping[str, Any], folder: Path) -> None:
+    """Writes tensors in TensorFlow's format, to several files if they are large: several threads verify them."""
+    groups = _groups(tensors)
+    parts = [str(folder / f"{TENSORS}.part{i}") for i in range(len(groups))]
+    for part, names in zip(parts, groups, strict=True):
+        values = [tf.convert_to_tensor(tensors[name]) for name in names]
+        tf.raw_ops.SaveV2(prefix=part, tensor_names=names, shape_and_slices=[""] * len(names), tensors=values)
+    # Renames the files.
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=parts, destination_prefix=str(folder / TENSORS), delete_old_dirs=False
+    )
+
+
+def _groups(tensors: Mapping[str, Any]) -> list[list[str]]:
+    """The names of tensors, divided into groups of about the same size."""
+    sizes = {name: _bytes(value).nbytes for name, value in tensors.items()}
+    least = max(_MIN_FILE_BYTES, sum(sizes.values()) // _MAX_FILES)
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, own in sizes.items():
+        if groups[-1] and size + own > least:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += own
+    return groups
 
 
 def _holds(folder: Path, tensors: dict[str, Any], manifest: str, digests: Sequence[str]) -> bool:

@@ -3,7 +3,7 @@
 A checkpoint ``step-00000120/`` contains
 
 * ``state.index``, ``state.data-00000-of-00001``: the tensors that all ranks have in common, or their average, in
-  TensorFlow's checkpoint format (``tf.train.load_checkpoint(folder / "state")``),
+  TensorFlow's checkpoint format (``tf.train.load_checkpoint(folder / "state")``); more files of data if they are large,
 * ``ranks.safetensors``: the tensors that belong to single ranks, see :mod:`hvdtrain.checkpoint.rank_file`,
 * ``manifest.json``: a description of the tensors, and all state that is not a tensor,
 * ``SHA256SUMS``: the digests of these files, in the format of ``sha256sum --check``.
@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from hvdtrain.config.wording import option
 from hvdtrain.errors import DataError
 from hvdtrain.system.atomic_files import remove
 from hvdtrain.system.bounded_files import read_bytes
+from hvdtrain.system.cores import usable_cores
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report
 
@@ -82,8 +84,11 @@ def recover(directory: Path) -> None:
             old.rename(target)
 
 
-def sums(folder: Path, names: Sequence[str]) -> str:
-    return "".join(f"{_sha256(folder / name)}  {name}\n" for name in names)
+def sums(folder: Path, names: Sequence[str], *, threads: int = 1) -> str:
+    """The content of ``SHA256SUMS`` for these files."""
+    with ThreadPoolExecutor(threads) as pool:
+        digests = pool.map(_sha256, [folder / name for name in names])
+        return "".join(f"{digest}  {name}\n" for digest, name in zip(digests, names, strict=True))
 
 
 def _sha256(path: Path) -> str:
@@ -112,7 +117,8 @@ def damage(folder: Path) -> str | None:
             return f"{missing}, listed in {SUMS}, is missing"
         if unlisted := {MANIFEST, f"{TENSORS}.index", RANKS} - set(listed):
             return f"{SUMS} does not list {', '.join(sorted(unlisted))}"
-        found = sums(folder, listed)
+        # The other ranks wait meanwhile.
+        found = sums(folder, listed, threads=usable_cores())
     except OSError as error:
         return str(error)
     if expected == found.encode():

@@ -117,8 +117,9 @@ CHANGES = [
 """,
     ),
     # Each cycle costs a message to all ranks. With one of 0.02 ms, two ranks that had nothing to reduce used half of
-    # each of two cores. A rank without a tensor to reduce pauses now until it has one: at most a twentieth of the time
-    # since its last reduction, and 5 ms.
+    # each of two cores. A rank without a tensor to reduce pauses now until it has one: for a twentieth of the time
+    # since its last reduction, at most 5 ms. One whose tensors wait for other ranks pauses for a hundredth of that wait
+    # from 1 ms on: otherwise MPI polls while the others pause.
     Change(
         _GLOBAL_STATE,
         """\
@@ -157,11 +158,12 @@ CHANGES = [
   for (auto process_set_id : state.process_set_table.Ids()) {
     has_tensors |= !state.process_set_table.Get(process_set_id).tensor_queue.IsEmpty();
   }
-  if (!has_tensors) {
-    TensorQueue::WaitForTensor(
-        num_added, std::min<std::chrono::nanoseconds>(
-                       (start_time - state.last_operation_end) / 20,
-                       std::chrono::milliseconds(5)));
+  const auto idle_time =
+      start_time - std::max(state.last_operation_end, TensorQueue::LastAdded());
+  const auto pause = std::min<std::chrono::nanoseconds>(
+      idle_time / (has_tensors ? 100 : 20), std::chrono::milliseconds(5));
+  if (!has_tensors || pause > std::chrono::milliseconds(1)) {
+    TensorQueue::WaitForTensor(num_added, pause);
     start_time = std::chrono::steady_clock::now();
   }
 """,
@@ -177,8 +179,9 @@ CHANGES = [
   // Whether no tensor waits for its operation.
   bool IsEmpty() const;
 
-  // The number of times that tensors were added to any queue.
+  // The number of times that tensors were added to any queue, and when it was last.
   static uint64_t NumAdded();
+  static std::chrono::steady_clock::time_point LastAdded();
 
   // Waits until NumAdded() is another number, at most this long.
   static void WaitForTensor(uint64_t num_added, std::chrono::nanoseconds timeout);
@@ -198,11 +201,13 @@ namespace {
 std::mutex added_mutex;
 std::condition_variable added;
 uint64_t num_times_added = 0;
+std::chrono::steady_clock::time_point last_added;
 
 void NoteAdded() {
   {
     std::lock_guard<std::mutex> guard(added_mutex);
     ++num_times_added;
+    last_added = std::chrono::steady_clock::now();
   }
   added.notify_all();
 }
@@ -216,6 +221,11 @@ bool TensorQueue::IsEmpty() const {
 uint64_t TensorQueue::NumAdded() {
   std::lock_guard<std::mutex> guard(added_mutex);
   return num_times_added;
+}
+
+std::chrono::steady_clock::time_point TensorQueue::LastAdded() {
+  std::lock_guard<std::mutex> guard(added_mutex);
+  return last_added;
 }
 
 void TensorQueue::WaitForTensor(uint64_t num_added,

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 from small_checkpoints import X, Y, all_values, checkpointer, contents, make, names_in, same
 
-from hvdtrain.checkpoint import storage
+from hvdtrain.checkpoint import draft, storage
 from hvdtrain.errors import JobError
 
 
@@ -44,6 +45,32 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_restored(name, ki
     saver = checkpointer(folder, model, keep=1)
     saver.save(2, wait=True)
     assert [each.name for each in storage.checkpoints_in(folder)] == ["step-00000002"]
+
+
+def test_a_large_state_is_written_to_several_files(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(draft, "_MIN_FILE_BYTES", 1)
+    model = make()
+    saver = checkpointer(tmp_path, model)
+    saver.save(1, wait=True)
+    first = all_values(model)
+    model.train_on_batch(X, Y)
+    saver.save(2, wait=True)
+    second = all_values(model)
+    data = sorted((tmp_path / "step-00000002").glob("state.data-*"))
+    num_tensors = len(tf.train.list_variables(tmp_path / "step-00000002" / "state"))
+    assert 4 <= len(data) <= 2 * draft._MAX_FILES < num_tensors
+    assert names_in(tmp_path / "step-00000002") == sorted(
+        ["SHA256SUMS", "manifest.json", "ranks.safetensors", "state.index", *(each.name for each in data)]
+    )
+    restored = make()
+    assert checkpointer(tmp_path, restored).restore("must").step == 2
+    assert same(all_values(restored), second)
+    content = bytearray(data[-1].read_bytes())
+    content[-1] ^= 1
+    data[-1].write_bytes(content)
+    assert checkpointer(tmp_path, restored).restore("must").step == 1
+    assert same(all_values(restored), first)
+    assert f"step-00000002 is damaged: {data[-1].name} does not match SHA256SUMS" in capfd.readouterr().err
 
 
 def rewrite_sums(folder: Path) -> None:
