@@ -48,11 +48,11 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss}
 
 
-def make_model(optimizer=None, *, model_class=keras.Model, more=()) -> keras.Model:
+def make_model(optimizer=None, *, model_class=keras.Model, more=list) -> keras.Model:
     keras.utils.set_random_seed(3)
     tokens = layers.Input((8,), dtype="int32")
     x = layers.LSTM(6)(layers.Embedding(50, 4)(tokens))
-    for layer in [layers.BatchNormalization(), *more]:
+    for layer in [layers.BatchNormalization(), *more()]:
         x = layer(x)
     model = model_class(tokens, layers.Dense(3)(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -124,8 +124,8 @@ def values_of(model):
 @pytest.mark.parametrize("steps_per_execution", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_nothing_is_updated_from_a_bad_step_on(steps_per_execution):
     options = {"epochs": None, "jit_compile": True, "steps_per_execution": steps_per_execution}
-    good, _ = trained(make_model(more=[BadAtStep(3)]), steps=2, **options)
-    bad = make_model(more=[BadAtStep(3)])
+    good, _ = trained(make_model(more=lambda: [BadAtStep(3)]), steps=2, **options)
+    bad = make_model(more=lambda: [BadAtStep(3)])
     culprit = "the gradient of 'bad_at_step[_0-9]*/kernel' on rank 0 is not finite"
     with pytest.raises(NonFiniteError, match=f"At step 3: {culprit}. Nothing was updated"):
         trained(bad, steps=8, **options)
@@ -136,8 +136,8 @@ def test_nothing_is_updated_from_a_bad_step_on(steps_per_execution):
 @pytest.mark.slow
 def test_a_bad_step_is_skipped():
     options = {"epochs": None, "steps": 8, "on_nan": "skip"}
-    plain, expected = trained(make_model(more=[BadAtStep(3)]), jit_compile=False, **options)
-    ours, found = trained(make_model(more=[BadAtStep(3)]), jit_compile=True, **options)
+    plain, expected = trained(make_model(more=lambda: [BadAtStep(3)]), jit_compile=False, **options)
+    ours, found = trained(make_model(more=lambda: [BadAtStep(3)]), jit_compile=True, **options)
     assert found["skipped_steps"] == expected["skipped_steps"] == 1
     for ours_each, plain_each in zip(values_of(ours).values(), values_of(plain).values(), strict=True):
         np.testing.assert_allclose(ours_each, plain_each, atol=2e-4)
@@ -169,11 +169,11 @@ def test_large_sparse_gradients_are_updated_without_xla(monkeypatch):
 
 
 def test_what_xla_cannot_compile_is_trained_without_it_by_default(monkeypatch):
-    expected, _ = trained(make_model(more=[AsksPython()]), jit_compile=False)
+    expected, _ = trained(make_model(more=lambda: [AsksPython()]), jit_compile=False)
     with pytest.raises(UsageError, match=r"XLA cannot compile this model: .*PyFunc.*Set jit_compile=False"):
-        trained(make_model(more=[AsksPython()]), jit_compile=True)
+        trained(make_model(more=lambda: [AsksPython()]), jit_compile=True)
     monkeypatch.setattr(devices, "has_gpu", lambda: True)
-    model = make_model(more=[AsksPython()])
+    model = make_model(more=lambda: [AsksPython()])
     model.jit_compile = True  # as Keras chooses on a GPU
     found, _ = trained(model)
     for a, b in zip(found.get_weights(), expected.get_weights(), strict=True):
@@ -238,7 +238,7 @@ def test_on_a_gpu_keras_chooses(has_gpu, by_keras, model_options, options, is_co
 
 
 def test_batch_normalization_over_ranks_is_refused():
-    synchronized = make_model(more=[layers.BatchNormalization(synchronized=True)])
+    synchronized = make_model(more=lambda: [layers.BatchNormalization(synchronized=True)])
     with pytest.raises(UsageError, match="jit_compile=True excludes BatchNormalization over all ranks"):
         trained(synchronized, jit_compile=True)
 
