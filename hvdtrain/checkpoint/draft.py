@@ -16,8 +16,8 @@ from hvdtrain.checkpoint.storage import MANIFEST, RANKS, SUMS, TENSORS, folder_n
 from hvdtrain.checkpoint.transfer import PIECE_BYTES, Spec
 from hvdtrain.system.atomic_files import commit, remove, removed_on_failure
 
-# Large tensors go to up to so many files, none smaller than this.
-_MAX_FILES, _MIN_FILE_BYTES = 8, 64 << 20
+# How many files of tensors there are at most, and how large each of them is at least, except the last.
+_MAX_FILES, _MIN_FILE_BYTES = 16, 64 << 20
 
 
 class Draft:
@@ -98,13 +98,13 @@ def _save(tensors: Mapping[str, Any], folder: Path) -> None:
 
 
 def _groups(tensors: Mapping[str, Any]) -> list[list[str]]:
-    """The names of tensors, divided into groups of about the same size."""
+    """The names of tensors, in order, divided into the groups that are a file each."""
     sizes = {name: _bytes(value).nbytes for name, value in tensors.items()}
-    least = max(_MIN_FILE_BYTES, sum(sizes.values()) // _MAX_FILES)
+    enough = max(_MIN_FILE_BYTES, -(-sum(sizes.values()) // _MAX_FILES))
     groups: list[list[str]] = [[]]
     size = 0
     for name, own in sizes.items():
-        if groups[-1] and size + own > least:
+        if size >= enough:
             groups.append([])
             size = 0
         groups[-1].append(name)
