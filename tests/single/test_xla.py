@@ -202,7 +202,7 @@ def test_a_train_step_that_applies_twice_is_compiled_as_a_whole():
         np.testing.assert_allclose(ours_each, plain_each, atol=2e-4)
 
 
-SYNCHRONIZED = {"more": [layers.BatchNormalization(synchronized=True)]}
+SYNCHRONIZED = {"more": lambda: [layers.BatchNormalization(synchronized=True)]}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_on_a_gpu_keras_chooses(has_gpu, by_keras, model_options, options, is_co
 
 
 def test_batch_normalization_over_ranks_is_refused():
-    synchronized = make_model(more=lambda: [layers.BatchNormalization(synchronized=True)])
+    synchronized = make_model(**SYNCHRONIZED)
     with pytest.raises(UsageError, match="jit_compile=True excludes BatchNormalization over all ranks"):
         trained(synchronized, jit_compile=True)
 
