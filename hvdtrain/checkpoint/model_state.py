@@ -11,8 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.joined_parts import PARTS, JoinedParts
+from hvdtrain.checkpoint.read_ahead import read_ahead
 from hvdtrain.checkpoint.table_rows import TableRows, restore_rows
 from hvdtrain.checkpoint.transfer import AnyArray, Spec
+from hvdtrain.distributed.bounded_messages import groups_of_bounded_size
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compression_memory import MemorySlot
 from hvdtrain.distributed.initial_seeds import forget_seed
@@ -171,10 +173,16 @@ class ModelState:
         same_accumulation = description["accumulate"] == self._accumulate
         by_name = self._by_saved_name(description, accumulators=same_accumulation)
         restored = {name: variable for name, variable in by_name.items() if id(variable) not in others}
-        if tensors is not None:
-            self._restore_shared(description, tensors, restored)
+        names = {id(variable): name for name, variable in restored.items()}
+
+        def read(variables: Sequence[keras.Variable]) -> None:
+            for variable in variables:
+                if tensors is not None and id(variable) in names:
+                    variable.assign(tensors.tensor(names[id(variable)]))
+
         shared = whole_variables([each for each in self._shared().values() if id(each) not in others])
-        self._collectives.broadcast([variable.value for variable in shared])
+        for group in read_ahead(_groups(shared), read):
+            self._collectives.broadcast([variable.value for variable in group])
         for name, variable in restored.items():
             if (shard := row_shard_of(variable)) is not None:
                 restore_rows(variable, shard, name, tensors or {}, self._collectives)
@@ -184,22 +192,19 @@ class ModelState:
                 whole = tf.Variable(value, trainable=False, dtype=variable.dtype)
                 self._collectives.broadcast([whole])
                 variable.assign(part.of(whole))
+        if not same_accumulation:
+            self._restart_accumulation(description["accumulate"])
         for variable in self._model.weights:
             forget_seed(variable)
         note_equal_counters(self._model)
 
-    def _restore_shared(
-        self, description: Mapping[str, Any], tensors: JoinedParts, restored: Mapping[str, keras.Variable]
-    ) -> None:
-        for name, variable in restored.items():
-            if part_of(variable) is None:
-                variable.assign(tensors.tensor(name))
-        if description["accumulate"] != self._accumulate:
-            for variable in [each for name, each in self._shared().items() if is_accumulator(name)]:
-                variable.assign(tf.zeros_like(variable.value))
-            for leaf in leaves_of(self._model):  # Keras counts accumulation steps
-                iterations = keras_internals.ITERATIONS.of(leaf)
-                iterations.assign(int(iterations.numpy()) // description["accumulate"] * self._accumulate)
+    def _restart_accumulation(self, saved_accumulate: int) -> None:
+        """Empties the accumulators, and counts what Keras does: accumulation steps."""
+        for variable in [each for name, each in self._shared().items() if is_accumulator(name)]:
+            variable.assign(tf.zeros_like(variable.value))
+        for leaf in leaves_of(self._model):
+            iterations = keras_internals.ITERATIONS.of(leaf)
+            iterations.assign(int(iterations.numpy()) // saved_accumulate * self._accumulate)
 
     def _by_saved_name(self, description: Mapping[str, Any], *, accumulators: bool) -> dict[str, keras.Variable]:
         """The variables of the model and its optimizer, by their names in a checkpoint."""
@@ -309,6 +314,12 @@ def _named(group: str, variables: Sequence[keras.Variable]) -> dict[str, keras.V
             name = f"{group}/{variable.path}.{number}"
         result[name] = variable
     return result
+
+
+def _groups(variables: Sequence[keras.Variable]) -> list[list[keras.Variable]]:
+    """Variables that are read while those before them are sent."""
+    values = [variable.value for variable in variables]
+    return [[variables[i] for i in group] for group in groups_of_bounded_size(values)]
 
 
 def _own_value(variable: keras.Variable) -> AnyArray:

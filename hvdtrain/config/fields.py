@@ -24,6 +24,8 @@ NOT_AN_OPTION = {"is_option": False}
 _MAX_SHOWN = 200
 # The largest integer in TensorFlow and NumPy.
 _MAX_INT = (1 << 63) - 1
+# ``get_type_hints`` evaluates annotations at each call, which took most of the time of making a configuration.
+_evaluated_hints: dict[type, dict[str, Any]] = {}
 _TEXT_RULE = "a string that is not empty, in valid Unicode and without null characters"
 _HELP_ORDER = (
     *("Task", "Run", "Training", "Measurement", "Optimizer", "Learning rate", "Gradient reduction"),
@@ -55,7 +57,7 @@ class Config:
     """
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise broken_rule(name, one_of(get_args(hint)), getattr(self, name))
         exclusions.require_compatible(facts_of(self), known=_values(self))
@@ -193,12 +195,13 @@ def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
         if name not in known:
             raise UsageError(f"unknown option {name!r}. Known options: {', '.join(sorted(known))}")
     changes: dict[str, Any] = {}
-    hints = get_type_hints(type(config))
+    hints = _hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, Config):
             own = option_names(type(value))
-            changes[field.name] = with_options(value, {name: values[name] for name in values if name in own})
+            if chosen := {name: values[name] for name in values if name in own}:
+                changes[field.name] = with_options(value, chosen)
         elif field.name in values:
             require_type(field.name, hints[field.name], values[field.name])
             changes[field.name] = values[field.name]
@@ -207,10 +210,17 @@ def with_options(config: ConfigT, values: Mapping[str, Any]) -> ConfigT:
 
 def _fields(kind: type[Config], *, every: bool = False) -> Iterator[tuple[type[Config], "dataclasses.Field[Any]"]]:
     """The fields of a configuration and of nested ones; with ``every``, also those that are not options of a run."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, Config):
             yield from _fields(hint, every=every)
         elif every or field.metadata != NOT_AN_OPTION:
             yield kind, field
+
+
+def _hints(kind: type[Config]) -> Mapping[str, Any]:
+    """The type of each field."""
+    if kind not in _evaluated_hints:
+        _evaluated_hints[kind] = get_type_hints(kind)
+    return _evaluated_hints[kind]

@@ -87,11 +87,12 @@ def test_a_rule_is_worded_for_its_reader(rule):
         assert ".." not in message
 
 
-@pytest.mark.parametrize("one", OF_A_RUN, ids=str)
-def test_each_pair_of_options_is_refused_by_a_rule_or_configures_a_run(one):
+@pytest.mark.parametrize("i", range(len(OF_A_RUN)), ids=lambda i: str(OF_A_RUN[i]))
+def test_each_pair_of_options_is_refused_by_a_rule_or_configures_a_run(i):
     """A pair is refused where the configuration that has both is made, with the words of its rule."""
+    one, others = OF_A_RUN[i], OF_A_RUN[i + 1 :]
     num_refused = 0
-    for other in OF_A_RUN:
+    for other in others:
         if other.name == one.name:
             continue
         options = with_what_they_need([one, other])
@@ -106,7 +107,7 @@ def test_each_pair_of_options_is_refused_by_a_rule_or_configures_a_run(one):
             num_refused += 1
             with pytest.raises(UsageError, match="excludes"):
                 configured(options)
-    assert num_refused < len(OF_A_RUN)
+    assert not others or num_refused < len(others)
 
 
 def test_every_need_is_required():

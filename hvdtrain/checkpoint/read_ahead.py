@@ -1,0 +1,23 @@
+"""Reads the next items of a sequence while the ones before are processed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def read_ahead(items: Sequence[Item], read: Callable[[Item], None]) -> Iterator[Item]:
+    """Yields each item when ``read`` has returned for it. A thread reads the later ones, in order, in the meantime.
+
+    Raises:
+        Exception: what ``read`` raised, in place of its item.
+    """
+    with ThreadPoolExecutor(1, "hvdtrain-read-ahead") as thread:
+        reads = [thread.submit(read, item) for item in items]
+        try:
+            for item, finished in zip(items, reads, strict=True):
+                finished.result()
+                yield item
+        finally:
+            thread.shutdown(cancel_futures=True)
