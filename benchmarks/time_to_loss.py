@@ -26,7 +26,7 @@ from keras import layers
 from learning_tasks import CONTEXT_BYTES, Text
 
 from hvdtrain import BalanceConfig, QuorumConfig
-from hvdtrain.data import Arrays, Data
+from hvdtrain.data import Arrays, Data, evaluation_dataset
 from hvdtrain.tasks.loading import load_task
 
 BATCH_SIZE = 32
@@ -38,7 +38,7 @@ AILMENTS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 def samples_of(source: Any) -> tuple[np.ndarray, np.ndarray]:
-    x, y = next(iter(source.evaluation_batches(source.num_samples, 0, 1, 0, frozenset())))
+    x, y = next(iter(evaluation_dataset(source, source.num_samples, rank=0, size=1)))
     return np.asarray(x), np.asarray(y)
 
 

@@ -32,7 +32,7 @@ from delays import Curve, Delay
 from keras import layers
 
 from hvdtrain import BalanceConfig, LocalSGDConfig, QuorumConfig
-from hvdtrain.data import Arrays, Data
+from hvdtrain.data import Arrays, Data, evaluation_dataset
 from hvdtrain.distributed import runtime
 from hvdtrain.tasks.loading import load_task
 
@@ -63,8 +63,7 @@ def train(mode: str, steps: int, *, eval_every: int, at_step: dict[int, Any] | N
     network = [layers.Flatten(), layers.Dense(10)] if options.small_network else inner.layers
     model = keras.Sequential([layers.Input(inner.input_shape[1:]), delay, *network])
     model.compile(optimizer=keras.optimizers.Adam(2e-3), loss=task.make_loss())
-    samples = data.training.evaluation_batches(data.training.num_samples, 0, 1, 0, frozenset())
-    x, y = next(iter(samples))
+    x, y = next(iter(evaluation_dataset(data.training, data.training.num_samples, rank=0, size=1)))
     repeated = Arrays(np.tile(x, (EPOCH_REPEATS, 1, 1, 1)), np.tile(y, EPOCH_REPEATS))
     curve = Curve()
     config = hvdtrain.TrainConfig(

@@ -4,11 +4,13 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSampleQuota, ExcludedSamples
 from hvdtrain.data.device_prefetch import prefetch_to
-from hvdtrain.data.pipeline import evaluation_dataset, training_dataset
+from hvdtrain.data.pipeline import dataset_of_draws, evaluation_of_draws, require_some
+from hvdtrain.data.sample_draws import SampleDraws
 from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import Source
 from hvdtrain.distributed.collectives import Collectives
@@ -27,32 +29,35 @@ class TrainingFeed:
         self.plan = plan
         self._device = device
         self._excluded = ExcludedSamples(source, quota)
+        self._draws = SampleDraws(plan)
         self.iterator: Any = None
 
     @functools.cached_property
+    def _dataset(self) -> tf.data.Dataset:
+        return dataset_of_draws(self._source, self._draws)
+
+    @property
     def element_spec(self) -> Any:
         """The tf.TypeSpec of the iterator's elements."""
-        return training_dataset(self._source, self.plan).element_spec
+        return self._dataset.element_spec
 
     def start(self, micro_batch: int) -> None:
         """Positions the iterator at a micro-batch of this rank, counted across epochs.
 
         The iterator stays the same object once it exists, so that a compiled step that reads it is not traced again.
         """
-        dataset = self._prefetched(
-            training_dataset(self._source, self.plan, first_micro_batch=micro_batch, excluded=self._excluded.numbers)
-        )
+        require_some(self._source, self._excluded.numbers)
+        self._draws.restart(self.plan, micro_batch, self._excluded.numbers)
         if self.iterator is None:
-            self.iterator = iter(dataset)
+            self._batches = self._to_device(self._dataset)
+            self.iterator = iter(self._batches)
         else:
             tf.raw_ops.MakeIterator(
-                dataset=tf.data.experimental.to_variant(dataset),
+                dataset=tf.data.experimental.to_variant(self._batches),
                 iterator=tensorflow_internals.ITERATOR_RESOURCE.of(self.iterator),
             )
-        # Keeps the dataset's Python functions alive.
-        self._dataset = dataset
 
-    def _prefetched(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    def _to_device(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         return dataset if self._device is None else prefetch_to(self._device, dataset)
 
     def set_rank_batch_sizes(self, sizes: tuple[int, ...]) -> None:
@@ -84,12 +89,21 @@ class EvaluationFeed:
         self._batch_size = batch_size
         self._ranks = ranks
         self._excluded = ExcludedSamples(source, quota)
+        self._position = 0
+
+    @functools.cached_property
+    def _dataset(self) -> tf.data.Dataset:
+        return evaluation_of_draws(self._source, lambda: self._batches()[self._position :])
+
+    def _batches(self) -> list[np.ndarray]:
+        """The sample numbers of each batch of this rank."""
+        ranks, excluded = self._ranks, self._excluded.numbers
+        return shard_batches(self._source.num_samples, self._batch_size, ranks.rank, ranks.size, excluded)
 
     @property
     def num_batches(self) -> int:
         """The batches of this rank."""
-        ranks, excluded = self._ranks, self._excluded.numbers
-        return len(shard_batches(self._source.num_samples, self._batch_size, ranks.rank, ranks.size, excluded))
+        return len(self._batches())
 
     def restart(self) -> None:
         """Starts at the first batch. Must be called before each evaluation."""
@@ -97,16 +111,8 @@ class EvaluationFeed:
         self._make_iterator()
 
     def _make_iterator(self) -> None:
-        self.iterator: Any = iter(
-            evaluation_dataset(
-                self._source,
-                self._batch_size,
-                self._ranks.rank,
-                self._ranks.size,
-                first_batch=self._position,
-                excluded=self._excluded.numbers,
-            )
-        )
+        require_some(self._source, self._excluded.numbers)
+        self.iterator: Any = iter(self._dataset)
 
     def batch_done(self) -> None:
         """Records that a batch was evaluated."""
@@ -114,8 +120,5 @@ class EvaluationFeed:
 
     def resume_after(self, error: Exception) -> None:
         """Like :meth:`TrainingFeed.resume_after`, for the current batch."""
-        batches = shard_batches(
-            self._source.num_samples, self._batch_size, self._ranks.rank, self._ranks.size, self._excluded.numbers
-        )
-        self._excluded.exclude_bad(batches[self._position], error)
+        self._excluded.exclude_bad(self._batches()[self._position], error)
         self._make_iterator()

@@ -1,7 +1,7 @@
 """Random access: the base of all sources whose samples are read by number."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.pipeline import Augment, map_samples, random_access_evaluation, random_access_training
-from hvdtrain.data.sample_plan import SamplePlan, shard_batches
+from hvdtrain.data.sample_draws import SampleDraws
 
 Parts = tuple[Any, ...]
 """``(x,)``, ``(x, y)`` or ``(x, y, sample_weight)``; each a structure of arrays or tensors."""
@@ -42,14 +42,11 @@ class NumberedSource(abc.ABC):
         """Returns an empty list: nothing is parsed."""
         return []
 
-    def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-        return random_access_training(self._read_augmented, plan, first_micro_batch, excluded)
+    def training_batches(self, draws: SampleDraws) -> tf.data.Dataset:
+        return random_access_training(self._read_augmented, draws)
 
-    def evaluation_batches(
-        self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
-    ) -> tf.data.Dataset:
-        batches = shard_batches(self.num_samples, batch_size, rank, size, excluded)
-        return random_access_evaluation(lambda numbers: as_keras_packs(self._read(numbers)), batches, first_batch)
+    def evaluation_batches(self, draw: Callable[[], list[np.ndarray]]) -> tf.data.Dataset:
+        return random_access_evaluation(lambda numbers: as_keras_packs(self._read(numbers)), draw)
 
     def _read_augmented(self, numbers: tf.Tensor, seeds: tf.Tensor) -> Any:
         parts = self._read(numbers)

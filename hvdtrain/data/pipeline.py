@@ -1,13 +1,14 @@
 """One rank's input as a tf.data.Dataset, with helpers for sources that allow random access."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data.sample_plan import SamplePlan, exclude
+from hvdtrain.data.sample_draws import SampleDraws
+from hvdtrain.data.sample_plan import SamplePlan, shard_batches
 from hvdtrain.data.source import Source
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
@@ -15,6 +16,8 @@ from hvdtrain.system import devices
 
 Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
 """Maps one sample's x, y and an int32 seed of shape ``[2]`` to the augmented x and y."""
+
+_NUMBER, _NUMBERS = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
 
 
 def training_dataset(
@@ -35,11 +38,20 @@ def training_dataset(
         UsageError: the plan shuffles a source that has a fixed order.
         DataError: all samples are excluded.
     """
-    assert plan.num_samples == source.num_samples
-    if source.keeps_order and plan.shuffle:
+    require_some(source, excluded)
+    return dataset_of_draws(source, SampleDraws(plan, first_micro_batch, excluded))
+
+
+def dataset_of_draws(source: Source, draws: SampleDraws) -> tf.data.Dataset:
+    """The same for micro-batches that may change between iterations.
+
+    Raises:
+        UsageError: the plan shuffles a source that has a fixed order.
+    """
+    assert draws.plan.num_samples == source.num_samples
+    if source.keeps_order and draws.plan.shuffle:
         raise UsageError("the plan must have shuffle=False: this source has a fixed order. Received: shuffle=True")
-    _require_some(source, excluded)
-    return _run_ahead(source.training_batches(plan, first_micro_batch, excluded))
+    return _run_ahead(source.training_batches(draws))
 
 
 def evaluation_dataset(
@@ -62,21 +74,26 @@ def evaluation_dataset(
     Raises:
         DataError: all samples are excluded.
     """
-    _require_some(source, excluded)
-    return _run_ahead(source.evaluation_batches(batch_size, rank, size, first_batch, excluded))
+    require_some(source, excluded)
+    return evaluation_of_draws(
+        source, lambda: shard_batches(source.num_samples, batch_size, rank, size, excluded)[first_batch:]
+    )
+
+
+def evaluation_of_draws(source: Source, draw: Callable[[], list[np.ndarray]]) -> tf.data.Dataset:
+    """The same for batches that may change between iterations.
+
+    Args:
+        draw: the sample numbers of each batch of this rank's share, or of its last batches.
+    """
+    return _run_ahead(source.evaluation_batches(draw))
 
 
 def random_access_training(
-    read: Callable[[tf.Tensor, tf.Tensor], tuple[Any, ...]],
-    plan: SamplePlan,
-    first_micro_batch: int,
-    excluded: frozenset[int],
+    read: Callable[[tf.Tensor, tf.Tensor], tuple[Any, ...]], draws: SampleDraws
 ) -> tf.data.Dataset:
     """Training micro-batches, read by a function of sample numbers ``[batch]`` and seeds ``[batch, 2]``."""
-    if plan.computes_order:
-        drawn = _computed_micro_batches(plan, first_micro_batch, excluded)
-    else:
-        drawn = _micro_batches_of_epochs(plan, first_micro_batch, excluded)
+    drawn = _computed_micro_batches(draws) if draws.plan.computes_order else _micro_batches_of_epochs(draws)
 
     @without_autograph
     def micro_batch(seed: tf.Tensor, numbers: tf.Tensor, weight: tf.Tensor) -> tuple[tuple[Any, ...], tf.Tensor]:
@@ -86,63 +103,81 @@ def random_access_training(
     return drawn.map(micro_batch, num_parallel_calls=parallel_calls())
 
 
-def _micro_batches_of_epochs(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
+def _micro_batches_of_epochs(draws: SampleDraws) -> tf.data.Dataset:
     """Epoch's seed, sample numbers and weight of each micro-batch; the order of an epoch is held in memory."""
-    step, part = divmod(first_micro_batch, plan.gradient_accumulation_steps)
-    position = plan.position(step)
-    slices_of_whole = plan.epoch_slices()
-
-    def draw(epoch: np.int64) -> tuple[Any, ...]:
-        order = plan.order(int(epoch))
-        assert isinstance(order, np.ndarray)
-        first = plan.first_sample_of(int(epoch))
-        slices = plan.epoch_slices(first) if first else slices_of_whole
-        # Copies: TensorFlow takes over the arrays, and operations may write their results into them.
-        drawn = exclude(excluded, order, *slices) if excluded else (order, *(each.copy() for each in slices))
-        return (plan.epoch_seed(int(epoch)), *drawn)
 
     @without_autograph
     def one_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         dtypes = [tf.int32, tf.int64, tf.int64, tf.int64, tf.float64]
-        seed, order, starts, counts, weights = tf.numpy_function(draw, [epoch], dtypes)
+        seed, order, starts, counts, weights = tf.numpy_function(draws.epoch, [epoch], dtypes)
         for vector in (order, starts, counts, weights):
             vector.set_shape([None])
         seed.set_shape([])
         parts = tf.data.Dataset.from_tensor_slices((starts, counts, weights))
         return parts.map(without_autograph(lambda start, count, weight: (seed, order[start : start + count], weight)))
 
-    epochs = tf.data.Dataset.range(position.epoch, np.iinfo(np.int64).max)
-    return epochs.flat_map(one_epoch).skip(position.step * plan.gradient_accumulation_steps + part)
+    def from_first(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.range(epoch, np.iinfo(np.int64).max).flat_map(one_epoch).skip(skipped)
+
+    return asked_when_iterated(draws.first_in_epoch, [_NUMBER, _NUMBER], from_first)
 
 
-def _computed_micro_batches(plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
+def _computed_micro_batches(draws: SampleDraws) -> tf.data.Dataset:
     """The same for very many samples: each micro-batch is computed from its number when it is read."""
-
-    def draw(micro_batch: np.int64) -> tuple[np.int32, np.ndarray, np.float64]:
-        numbers, weight = plan.draw(int(micro_batch), excluded)
-        return plan.epoch_seed(plan.epoch_of(int(micro_batch))), numbers, np.float64(weight)
 
     @without_autograph
     def drawn(micro_batch: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        seed, numbers, weight = tf.numpy_function(draw, [micro_batch], [tf.int32, tf.int64, tf.float64])
+        seed, numbers, weight = tf.numpy_function(draws.micro_batch, [micro_batch], [tf.int32, tf.int64, tf.float64])
         seed.set_shape([])
         numbers.set_shape([None])
         weight.set_shape([])
         return seed, numbers, weight
 
-    return tf.data.Dataset.range(first_micro_batch, np.iinfo(np.int64).max).map(drawn)
+    def from_first(first: tf.Tensor) -> tf.data.Dataset:
+        return tf.data.Dataset.range(first, np.iinfo(np.int64).max).map(drawn)
+
+    return asked_when_iterated(draws.first, [_NUMBER], from_first)
+
+
+def asked_when_iterated(
+    ask: Callable[[], Any], specs: Sequence[tf.TensorSpec], dataset: Callable[..., tf.data.Dataset]
+) -> tf.data.Dataset:
+    """A dataset that depends on what a Python function returns each time that it begins to be iterated.
+
+    Args:
+        ask: returns NumPy values of these specs.
+        dataset: receives them as tensors.
+    """
+
+    @without_autograph
+    def begin(_: tf.Tensor) -> tf.data.Dataset:
+        answers = tf.nest.flatten(tf.numpy_function(ask, [], [spec.dtype for spec in specs]))
+        # Copies: TensorFlow's optimizer of datasets crashes if the output of a Python function is what skip() skips.
+        values = [tf.identity(each) for each in answers]
+        for value, spec in zip(values, specs, strict=True):
+            value.set_shape(spec.shape)
+        return dataset(*values)
+
+    return tf.data.Dataset.from_tensors(0).flat_map(begin)
 
 
 def random_access_evaluation(
-    read: Callable[[tf.Tensor], tuple[Any, ...]], batches: list[np.ndarray], first_batch: int
+    read: Callable[[tf.Tensor], tuple[Any, ...]], draw: Callable[[], list[np.ndarray]]
 ) -> tf.data.Dataset:
     """Evaluation batches, read by a function of sample numbers ``[batch]``."""
-    numbers = tf.constant(np.concatenate([np.zeros(0, np.int64), *batches]))
-    counts = np.array([len(batch) for batch in batches], dtype=np.int64)
-    ends = np.cumsum(counts)
-    parts = tf.data.Dataset.from_tensor_slices((ends - counts, ends)).skip(first_batch)
-    batch = without_autograph(lambda start, end: read(numbers[start:end]))
-    return parts.map(batch, num_parallel_calls=parallel_calls())
+
+    def ask() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        batches = draw()
+        counts = np.array([len(batch) for batch in batches], dtype=np.int64)
+        ends = np.cumsum(counts)
+        return np.concatenate([np.zeros(0, np.int64), *batches]), ends - counts, ends
+
+    def share(numbers: tf.Tensor, starts: tf.Tensor, ends: tf.Tensor) -> tf.data.Dataset:
+        parts = tf.data.Dataset.from_tensor_slices((starts, ends))
+        return parts.map(without_autograph(lambda start, end: numbers[start:end]))
+
+    drawn = asked_when_iterated(ask, [_NUMBERS, _NUMBERS, _NUMBERS], share)
+    return drawn.map(without_autograph(read), num_parallel_calls=parallel_calls())
 
 
 def without_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +207,8 @@ def output_spec(function: tf.types.experimental.PolymorphicFunction, *specs: Any
     return tf.nest.map_structure(tf.type_spec_from_value, outputs)
 
 
-def _require_some(source: Source, excluded: frozenset[int]) -> None:
+def require_some(source: Source, excluded: frozenset[int]) -> None:
+    """Raises DataError if all samples are excluded."""
     if len(excluded) >= source.num_samples:
         raise DataError(f"at least one sample must be readable. Received: {source.num_samples} samples, all unreadable")
 

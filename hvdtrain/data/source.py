@@ -1,11 +1,13 @@
 """The Source protocol: what the trainer requires of its input."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.bad_samples import FindsBadSamples
-from hvdtrain.data.sample_plan import SamplePlan
+from hvdtrain.data.sample_draws import SampleDraws
 
 
 class Source(FindsBadSamples, Protocol):
@@ -29,10 +31,16 @@ class Source(FindsBadSamples, Protocol):
     def check_unchanged(self) -> None:
         """Raises DataError if a file has changed since it was opened."""
 
-    def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-        """Implements :func:`~hvdtrain.data.training_dataset`, which adds what is common to all sources."""
+    def training_batches(self, draws: SampleDraws) -> tf.data.Dataset:
+        """Implements :func:`~hvdtrain.data.training_dataset`, which adds what is common to all sources.
 
-    def evaluation_batches(
-        self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
-    ) -> tf.data.Dataset:
-        """Implements :func:`~hvdtrain.data.evaluation_dataset`, which adds what is common to all sources."""
+        What is drawn may change between iterations of the dataset.
+        """
+
+    def evaluation_batches(self, draw: Callable[[], list[np.ndarray]]) -> tf.data.Dataset:
+        """Implements :func:`~hvdtrain.data.evaluation_dataset`, which adds what is common to all sources.
+
+        Args:
+            draw: the sample numbers of each batch, called in each iteration. Batches are consecutive parts of a range,
+                without those that are excluded, and equally long but for the last one.
+        """

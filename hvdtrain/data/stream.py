@@ -11,14 +11,15 @@ import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.numbered import as_keras_packs
-from hvdtrain.data.pipeline import parallel_calls
-from hvdtrain.data.sample_plan import SamplePlan, shard
+from hvdtrain.data.pipeline import asked_when_iterated, parallel_calls
+from hvdtrain.data.sample_draws import SampleDraws
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.system import environment
 from hvdtrain.system.terminal import report
 
 _ELEMENTS_COMPARED = 16
+_NUMBER, _NUMBERS = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
 _READ_AHEAD = 16
 _COUNTED_AT_ONCE = 100
 _SAYS_AFTER_S, _ENDS_AFTER_S = 10.0, 600.0
@@ -114,15 +115,24 @@ class Stream:
         """Returns an empty list: samples cannot be read separately."""
         return []
 
-    def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-        assert not excluded
-        starts, counts, weights = plan.epoch_slices()
-        starts = starts % plan.global_batch_size  # of each slice within its step
-        slices = tf.data.Dataset.from_tensor_slices((starts, counts, weights)).batch(plan.gradient_accumulation_steps)
+    def training_batches(self, draws: SampleDraws) -> tf.data.Dataset:
+        drops_rest, micro_batches_per_step = draws.plan.remainder == "drop", draws.plan.gradient_accumulation_steps
 
-        def one_epoch(_: tf.Tensor) -> tf.data.Dataset:
-            steps = self._dataset.window(plan.global_batch_size, drop_remainder=plan.remainder == "drop")
-            return tf.data.Dataset.zip(steps, slices).flat_map(micro_batches)
+        def ask() -> tuple[Any, ...]:
+            assert not draws.excluded
+            starts, counts, weights = draws.plan.epoch_slices()
+            samples = draws.plan.global_batch_size
+            # Starts of each slice within its step.
+            return draws.first() % len(starts), np.int64(samples), starts % samples, counts, weights
+
+        def from_first(skipped: tf.Tensor, samples_per_step: tf.Tensor, *slices: tf.Tensor) -> tf.data.Dataset:
+            by_step = tf.data.Dataset.from_tensor_slices(slices).batch(micro_batches_per_step)
+
+            def one_epoch(_: tf.Tensor) -> tf.data.Dataset:
+                steps = self._dataset.window(samples_per_step, drop_remainder=drops_rest)
+                return tf.data.Dataset.zip(steps, by_step).flat_map(micro_batches)
+
+            return tf.data.Dataset.range(np.iinfo(np.int64).max).flat_map(one_epoch).skip(skipped)
 
         def micro_batches(step: Any, step_slices: tuple[tf.Tensor, ...]) -> tf.data.Dataset:
             samples = tf.data.Dataset.zip(step)
@@ -133,17 +143,22 @@ class Stream:
             factor = tf.cast(weight, keras.config.floatx())
             return self._transformed(samples).batch(count).map(lambda *data: (as_keras_packs(data), factor))
 
-        epochs = tf.data.Dataset.range(np.iinfo(np.int64).max).flat_map(one_epoch)
-        parts = epochs.skip(first_micro_batch % len(starts))
+        specs = [_NUMBER, _NUMBER, _NUMBERS, _NUMBERS, tf.TensorSpec([None], tf.float64)]
+        parts = asked_when_iterated(ask, specs, from_first)
         return parts.interleave(batch, num_parallel_calls=parallel_calls())
 
-    def evaluation_batches(
-        self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
-    ) -> tf.data.Dataset:
-        assert not excluded
-        mine = shard(self.num_samples, rank, size)
-        samples = self._dataset.skip(mine.start).take(len(mine)).skip(first_batch * batch_size)
-        return self._transformed(samples, num_parallel_calls=parallel_calls()).batch(batch_size)
+    def evaluation_batches(self, draw: Callable[[], list[np.ndarray]]) -> tf.data.Dataset:
+        def ask() -> tuple[np.int64, np.int64, np.int64]:
+            batches = draw()
+            first = batches[0][0] if batches else 0
+            longest = max(map(len, batches), default=1)
+            return np.int64(first), np.int64(sum(map(len, batches))), np.int64(longest)
+
+        def share(first: tf.Tensor, count: tf.Tensor, batch_size: tf.Tensor) -> tf.data.Dataset:
+            samples = self._dataset.skip(first).take(count)
+            return self._transformed(samples, num_parallel_calls=parallel_calls()).batch(batch_size)
+
+        return asked_when_iterated(ask, [_NUMBER] * 3, share)
 
     def _transformed(self, samples: tf.data.Dataset, num_parallel_calls: int | None = None) -> tf.data.Dataset:
         return samples if self._transform is None else samples.map(self._transform, num_parallel_calls)

@@ -17,7 +17,7 @@ from hvdtrain.data.pipeline import Augment, map_samples, output_spec, random_acc
 from hvdtrain.data.record_files import RecordFile, find_files, require_unchanged, status_of, to_check
 from hvdtrain.data.record_index import UnreadableRecordError, read_record
 from hvdtrain.data.record_table import open_table
-from hvdtrain.data.sample_plan import SamplePlan, shard_batches
+from hvdtrain.data.sample_draws import SampleDraws
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
@@ -99,14 +99,11 @@ class TFRecords:
         failures = [(int(number), self._failure(int(number))) for number in numbers]
         return [BadSample(number, self._where(number), cause) for number, cause in failures if cause is not None]
 
-    def training_batches(self, plan: SamplePlan, first_micro_batch: int, excluded: frozenset[int]) -> tf.data.Dataset:
-        return random_access_training(self._read_augmented, plan, first_micro_batch, excluded)
+    def training_batches(self, draws: SampleDraws) -> tf.data.Dataset:
+        return random_access_training(self._read_augmented, draws)
 
-    def evaluation_batches(
-        self, batch_size: int, rank: int, size: int, first_batch: int, excluded: frozenset[int]
-    ) -> tf.data.Dataset:
-        batches = shard_batches(self.num_samples, batch_size, rank, size, excluded)
-        return random_access_evaluation(self._read_parsed, batches, first_batch)
+    def evaluation_batches(self, draw: Callable[[], list[np.ndarray]]) -> tf.data.Dataset:
+        return random_access_evaluation(self._read_parsed, draw)
 
     def _read_parsed(self, numbers: tf.Tensor) -> tuple[Any, ...]:
         serialized = self._serialized(numbers)

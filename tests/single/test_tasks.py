@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.data import Arrays, Data
+from hvdtrain.data import Arrays, Data, evaluation_dataset
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.tasks import cifar10, dlrm, mnist, sample_data, tables, tabular, text
 from hvdtrain.tasks.handwritten_digits import load_digits
@@ -21,8 +21,7 @@ NO_DATA = Data(Arrays(np.zeros((1, 1))))
 
 def samples(source, count=None):
     """All samples of a source, or the first few, as one batch."""
-    batches = source.evaluation_batches(count or source.num_samples, 0, 1, 0, frozenset())
-    return next(iter(batches))
+    return next(iter(evaluation_dataset(source, count or source.num_samples, rank=0, size=1)))
 
 
 # Digits.

@@ -80,8 +80,8 @@ class QuorumFeed(TrainingFeed):
 
     def _read(self, plan: SamplePlan, first_micro_batch: int) -> None:
         # Keeps the dataset's Python functions alive.
-        self._dataset = self._prefetched(training_dataset(self._source, plan, first_micro_batch=first_micro_batch))
-        self.iterator = iter(self._dataset)
+        self._batches = self._to_device(training_dataset(self._source, plan, first_micro_batch=first_micro_batch))
+        self.iterator = iter(self._batches)
 
     def _key_after(self, shares: EpochShares, micro_batch: MicroBatch) -> _Key | None:
         """What the iterator yields after a micro-batch; None if it is no longer needed."""
