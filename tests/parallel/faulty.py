@@ -32,7 +32,7 @@ from hvdtrain.training.train_step import TrainStep  # noqa: E402
 
 SPEC = json.loads(sys.argv[1])
 RANK = environment.launcher().rank
-run, sync, training_dataset = TrainStep.run, atomic_files.sync, feeds.training_dataset
+run, sync, dataset_of_draws = TrainStep.run, atomic_files.sync, feeds.dataset_of_draws
 run_quorum, balance = QuorumStrategy.run, LoadBalancer.rebalance
 
 
@@ -106,7 +106,7 @@ def slow_input(*arguments, **options):
         with tf.control_dependencies([tf.numpy_function(wait, [number], tf.int64)]):
             return tf.nest.map_structure(tf.identity, batch)
 
-    return training_dataset(*arguments, **options).enumerate().map(after_waiting)
+    return dataset_of_draws(*arguments, **options).enumerate().map(after_waiting)
 
 
 def slow_sync(path: Path) -> None:
@@ -127,7 +127,7 @@ def sync_and_kill(path: Path) -> None:
 if SPEC["fault"] == "kill in a save":
     atomic_files.sync = sync_and_kill
 elif SPEC["fault"] == "slow input":
-    feeds.training_dataset = slow_input
+    feeds.dataset_of_draws = slow_input
 else:
     TrainStep.run = run_with_fault
     QuorumStrategy.run = run_quorum_with_fault
