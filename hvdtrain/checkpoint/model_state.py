@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import keras
@@ -181,8 +181,9 @@ class ModelState:
                     variable.assign(tensors.tensor(names[id(variable)]))
 
         shared = whole_variables([each for each in self._shared().values() if id(each) not in others])
-        for group in read_ahead(_groups(shared), read):
-            self._collectives.broadcast([variable.value for variable in group])
+        with closing(read_ahead(_groups(shared), read)) as groups:
+            for group in groups:
+                self._collectives.broadcast([variable.value for variable in group])
         for name, variable in restored.items():
             if (shard := row_shard_of(variable)) is not None:
                 restore_rows(variable, shard, name, tensors or {}, self._collectives)

@@ -1,14 +1,16 @@
 """Reads the next items of a sequence while the ones before are processed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
 
 
-def read_ahead(items: Sequence[Item], read: Callable[[Item], None]) -> Iterator[Item]:
+def read_ahead(items: Sequence[Item], read: Callable[[Item], None]) -> Generator[Item, None, None]:
     """Yields each item when ``read`` has returned for it. A thread reads the later ones, in order, in the meantime.
+
+    Closing it leaves out those that are not read yet.
 
     Raises:
         Exception: what ``read`` raised, in place of its item.

@@ -17,7 +17,8 @@ from hvdtrain.system import devices
 Augment = Callable[[Any, Any, tf.Tensor], tuple[Any, Any]]
 """Maps one sample's x, y and an int32 seed of shape ``[2]`` to the augmented x and y."""
 
-_NUMBER, _NUMBERS = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
+NUMBER, NUMBERS = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
+"""Of values that :func:`asked_when_iterated` asks for."""
 
 
 def training_dataset(
@@ -119,7 +120,7 @@ def _micro_batches_of_epochs(draws: SampleDraws) -> tf.data.Dataset:
     def from_first(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.range(epoch, np.iinfo(np.int64).max).flat_map(one_epoch).skip(skipped)
 
-    return asked_when_iterated(draws.first_in_epoch, [_NUMBER, _NUMBER], from_first)
+    return asked_when_iterated(draws.first_in_epoch, [NUMBER, NUMBER], from_first)
 
 
 def _computed_micro_batches(draws: SampleDraws) -> tf.data.Dataset:
@@ -136,7 +137,7 @@ def _computed_micro_batches(draws: SampleDraws) -> tf.data.Dataset:
     def from_first(first: tf.Tensor) -> tf.data.Dataset:
         return tf.data.Dataset.range(first, np.iinfo(np.int64).max).map(drawn)
 
-    return asked_when_iterated(draws.first, [_NUMBER], from_first)
+    return asked_when_iterated(draws.first, [NUMBER], from_first)
 
 
 def asked_when_iterated(
@@ -176,7 +177,7 @@ def random_access_evaluation(
         parts = tf.data.Dataset.from_tensor_slices((starts, ends))
         return parts.map(without_autograph(lambda start, end: numbers[start:end]))
 
-    drawn = asked_when_iterated(ask, [_NUMBERS, _NUMBERS, _NUMBERS], share)
+    drawn = asked_when_iterated(ask, [NUMBERS, NUMBERS, NUMBERS], share)
     return drawn.map(without_autograph(read), num_parallel_calls=parallel_calls())
 
 

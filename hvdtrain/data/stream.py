@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSample
 from hvdtrain.data.numbered import as_keras_packs
-from hvdtrain.data.pipeline import asked_when_iterated, parallel_calls
+from hvdtrain.data.pipeline import NUMBER, NUMBERS, asked_when_iterated, parallel_calls
 from hvdtrain.data.sample_draws import SampleDraws
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
@@ -19,7 +19,6 @@ from hvdtrain.system import environment
 from hvdtrain.system.terminal import report
 
 _ELEMENTS_COMPARED = 16
-_NUMBER, _NUMBERS = tf.TensorSpec([], tf.int64), tf.TensorSpec([None], tf.int64)
 _READ_AHEAD = 16
 _COUNTED_AT_ONCE = 100
 _SAYS_AFTER_S, _ENDS_AFTER_S = 10.0, 600.0
@@ -143,7 +142,7 @@ class Stream:
             factor = tf.cast(weight, keras.config.floatx())
             return self._transformed(samples).batch(count).map(lambda *data: (as_keras_packs(data), factor))
 
-        specs = [_NUMBER, _NUMBER, _NUMBERS, _NUMBERS, tf.TensorSpec([None], tf.float64)]
+        specs = [NUMBER, NUMBER, NUMBERS, NUMBERS, tf.TensorSpec([None], tf.float64)]
         parts = asked_when_iterated(ask, specs, from_first)
         return parts.interleave(batch, num_parallel_calls=parallel_calls())
 
@@ -158,7 +157,7 @@ class Stream:
             samples = self._dataset.skip(first).take(count)
             return self._transformed(samples, num_parallel_calls=parallel_calls()).batch(batch_size)
 
-        return asked_when_iterated(ask, [_NUMBER] * 3, share)
+        return asked_when_iterated(ask, [NUMBER] * 3, share)
 
     def _transformed(self, samples: tf.data.Dataset, num_parallel_calls: int | None = None) -> tf.data.Dataset:
         return samples if self._transform is None else samples.map(self._transform, num_parallel_calls)

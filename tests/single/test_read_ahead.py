@@ -1,4 +1,5 @@
 import threading
+import time
 
 import pytest
 
@@ -38,3 +39,16 @@ def test_an_error_comes_in_place_of_its_item():
     with pytest.raises(OSError, match="disk"):
         next(items)
     assert list(items) == []
+
+
+def test_closing_leaves_out_later_items():
+    read = []
+
+    def read_slowly(item):
+        time.sleep(0.02)
+        read.append(item)
+
+    items = read_ahead(range(100), read_slowly)
+    assert next(items) == 0
+    items.close()
+    assert len(read) < 50
