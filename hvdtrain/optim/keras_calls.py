@@ -195,6 +195,28 @@ def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor |
     return loss
 
 
+# In the first step: metrics.
+
+
+def _without_lifting(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
+    return create(**arguments | {"experimental_enable_variable_lifting": False})
+
+
+def _outside_of_step(build: Callable[..., None]) -> Callable[..., None]:
+    """Creates the variables of metrics outside of the step: TensorFlow traces one that creates variables twice."""
+
+    @functools.wraps(build)
+    def build_outside_of_step(self: Any, y_true: Any, y_pred: Any) -> None:
+        with tf.init_scope(), tf.variable_creator_scope(_without_lifting):
+            build(self, y_true, y_pred)
+
+    return build_outside_of_step
+
+
+for _built_in_step in (keras_internals.METRICS_OF_COMPILE.value(), keras_internals.LOSSES_OF_COMPILE.value()):
+    _built_in_step.build = _outside_of_step(_built_in_step.build)
+
+
 # Before a step: its batch.
 
 _epoch_iterator = keras_internals.EPOCH_ITERATOR.value()

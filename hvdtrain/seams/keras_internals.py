@@ -18,6 +18,12 @@ LOSS_TRACKER = Seam("Model", "_loss_tracker", "averages the losses of an epoch")
 COMPILED_METRICS = Seam("Model", "_compile_metrics", "holds the metrics of compile()")
 USER_METRICS = Seam("CompileMetrics", "_user_metrics", "holds the metrics of compile()")
 USER_WEIGHTED_METRICS = Seam("CompileMetrics", "_user_weighted_metrics", "holds the weighted metrics of compile()")
+METRICS_OF_COMPILE = ImportedSeam(
+    "keras.src.trainers.compile_utils", "CompileMetrics", "creates the variables of metrics in the first step"
+)
+LOSSES_OF_COMPILE = ImportedSeam(
+    "keras.src.trainers.compile_utils", "CompileLoss", "creates the means of several losses in the first step"
+)
 FLATTEN_RESULTS = Seam("Model", "_flatten_metrics_in_order", "orders what model.evaluate returns")
 SHOULD_EVALUATE = Seam("Model", "_should_eval", "leaves out validations that were made before a run was resumed")
 INITIAL_EPOCH = Seam("Model", "_initial_epoch", "leaves out the epochs of a run that is resumed")
