@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.errors import UsageError
 
 
@@ -46,7 +47,7 @@ class CompressionMemory:
         """
         shapes = [each.shape for each in gradients]
         if self._shapes is None:
-            with tf.init_scope():
+            with outside_of_step():
                 self.errors = [
                     self._new(f"error_{i}", np.zeros(each.shape, each.dtype.as_numpy_dtype))
                     for i, each in enumerate(gradients)

@@ -18,6 +18,7 @@ from hvdtrain.distributed.horovod_operations import HorovodOperations
 from hvdtrain.distributed.object_messages import allgather_objects
 from hvdtrain.distributed.program_operations import known_late, run_operations_late
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.distributed.variable_broadcast import overwrite_with_received
 from hvdtrain.errors import UsageError
 from hvdtrain.system import environment, network, versions
@@ -271,7 +272,7 @@ class HorovodCollectives:
         If no rank's message has a new shape, Horovod needs one round trip less to agree on it.
         """
         if name not in self._longest:
-            with tf.init_scope(), tf.device("CPU"):
+            with outside_of_step(), tf.device("CPU"):
                 self._longest[name] = tf.Variable(0, trainable=False)
         longest, number = self._longest[name], tf.shape(rows)[0]
         # The reserve keeps later messages from being longer.

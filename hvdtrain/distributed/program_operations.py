@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.seams.horovod_internals import OPERATIONS
 
 OWN = "hvdtrain_"
@@ -31,7 +32,7 @@ def known_late(tensor: tf.Tensor) -> tf.Tensor:
     """The same tensor, whose value TensorFlow does not know before the step runs."""
     global _zero
     if _zero is None:
-        with tf.init_scope(), tf.device("CPU"):
+        with outside_of_step(), tf.device("CPU"):
             _zero = tf.Variable(0, trainable=False)
     return tf.ensure_shape(tf.reshape(tensor, tf.shape(tensor) + _zero.read_value()), tensor.shape)
 

@@ -20,6 +20,7 @@ import tensorflow as tf
 from hvdtrain.config.exclusions import COUNTED_LOSS, JIT_COMPILE, SCALAR_LOSS, Condition, Option, refusal_of
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.graph_names import unique_name
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import keras_internals
@@ -213,9 +214,9 @@ def _require_mean_over_samples(loss: Any, y_true: Any, y_pred: Any, value: tf.Te
     show this, but it then differs from the mean of the losses of two halves of the batch. It may be equal by chance on
     some ranks: if one rank raises, all do, because the others would wait for it.
     """
-    # Kept on the loss: TensorFlow traces a step several times, and allows new variables in the first trace only.
+    # Kept on the loss: TensorFlow traces a step again for batches of another shape.
     if "hvdtrain_steps" not in vars(loss):
-        with tf.init_scope(), tf.device("CPU"):
+        with outside_of_step(), tf.device("CPU"):
             vars(loss)["hvdtrain_steps"] = tf.Variable(0, dtype=tf.int64, trainable=False)
             _all_counters.append(weakref.ref(vars(loss)["hvdtrain_steps"]))
     counter = vars(loss)["hvdtrain_steps"]

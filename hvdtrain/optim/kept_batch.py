@@ -4,6 +4,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.distributed.step_variables import outside_of_step
+
 
 class KeptBatch:
     """Keeps the first batch that a step receives after :meth:`want`; does nothing in a step before :meth:`enable`."""
@@ -15,7 +17,7 @@ class KeptBatch:
     def enable(self) -> None:
         """Before steps are traced: batches will be wanted."""
         if self._is_wanted is None:
-            with tf.init_scope(), tf.device("CPU"):
+            with outside_of_step(), tf.device("CPU"):
                 self._is_wanted = tf.Variable(False, trainable=False)
 
     def want(self) -> None:

@@ -37,6 +37,7 @@ from hvdtrain.distributed.program_operations import noted_operations
 from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
@@ -195,26 +196,22 @@ def _compute_one_number(self: Any, *arguments: Any, **named: Any) -> tf.Tensor |
     return loss
 
 
-# In the first step: metrics.
+# In the first step: variables.
 
 
-def _without_lifting(create: Callable[..., tf.Variable], **arguments: Any) -> tf.Variable:
-    return create(**arguments | {"experimental_enable_variable_lifting": False})
-
-
-def _outside_of_step(build: Callable[..., None]) -> Callable[..., None]:
-    """Creates the variables of metrics outside of the step: TensorFlow traces one that creates variables twice."""
+def _built_outside_of_step(build: Callable[..., None]) -> Callable[..., None]:
+    """What is built in the first step creates its variables outside of the step, which is then traced once."""
 
     @functools.wraps(build)
-    def build_outside_of_step(self: Any, y_true: Any, y_pred: Any) -> None:
-        with tf.init_scope(), tf.variable_creator_scope(_without_lifting):
-            build(self, y_true, y_pred)
+    def build_outside_of_step(*arguments: Any, **named: Any) -> None:
+        with outside_of_step():
+            build(*arguments, **named)
 
     return build_outside_of_step
 
 
 for _built_in_step in (keras_internals.METRICS_OF_COMPILE.value(), keras_internals.LOSSES_OF_COMPILE.value()):
-    _built_in_step.build = _outside_of_step(_built_in_step.build)
+    _built_in_step.build = _built_outside_of_step(_built_in_step.build)
 
 
 # Before a step: its batch.
@@ -514,6 +511,7 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
         unless_skipped(pipeline, lambda: pipeline.average(variables))
 
     keep_pipeline(optimizer, pipeline)
+    optimizer.build = _built_outside_of_step(optimizer.build)
     optimizer.apply = apply_and_require_reduction
     keras_internals.CLIP.set(optimizer, reduce_and_clip)
     keras_internals.DECAY.set(optimizer, decay)

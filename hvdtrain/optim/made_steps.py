@@ -5,6 +5,8 @@ import weakref
 import keras
 import tensorflow as tf
 
+from hvdtrain.distributed.step_variables import outside_of_step
+
 # A list: another thread may count while one is added.
 _optimizers: "list[weakref.ref[keras.optimizers.Optimizer]]" = []
 _steps_of_tapes: tf.Variable | None = None
@@ -19,7 +21,7 @@ def count_step_of_a_tape() -> None:
     """Counts a step; one that is traced, whenever it runs."""
     global _steps_of_tapes
     if _steps_of_tapes is None:
-        with tf.init_scope(), tf.device("CPU"):
+        with outside_of_step(), tf.device("CPU"):
             _steps_of_tapes = tf.Variable(0, trainable=False, dtype=tf.int64)
     _steps_of_tapes.assign_add(1)
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.optim.keras_calls import recorded_results
 
 
@@ -35,9 +36,8 @@ class ReturnedResults:
         return returned
 
     def _record_last(self, name: str, value: Any) -> None:
-        # TensorFlow traces a step several times, and allows new variables in the first trace only.
         if name not in self._last:
-            with tf.init_scope(), tf.device("CPU"):
+            with outside_of_step(), tf.device("CPU"):
                 self._last[name] = tf.Variable(0.0, trainable=False)
         self._last[name].assign(tf.cast(value, tf.float32))
 

@@ -222,6 +222,31 @@ class Rates(keras.callbacks.Callback):
         self.recorded.append(float(self.model.optimizer.learning_rate))
 
 
+class Traced(keras.Model):
+    times = 0
+
+    def train_step(self, data):
+        self.times += tf.inside_function()
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "fp16"}, {"compression": "powersgd:2"}])
+@pytest.mark.parametrize("is_broadcast", [True, False])
+def test_a_step_is_traced_once(options, is_broadcast):
+    def mean_error(y_true, y_pred):
+        return tf.reduce_mean((tf.one_hot(tf.cast(tf.reshape(y_true, [-1]), tf.int32), NUM_CLASSES) - y_pred) ** 2)
+
+    keras.utils.set_random_seed(7)
+    inputs = layers.Input((6,))
+    model = Traced(inputs, layers.Dense(NUM_CLASSES)(layers.Dense(8)(inputs)))
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.Adam(use_ema=True), **options)
+    model.compile(optimizer, mean_error, metrics=["accuracy"])
+    if is_broadcast:
+        hvdtrain.broadcast(model)
+    model.fit(SHARD_X, SHARD_Y, batch_size=BATCH, verbose=0)
+    assert model.times == 2  # The step, and its check.
+
+
 def test_learning_rates_are_warmed_up_and_scheduled():
     rates = Rates()
     steps = len(SHARD_X) // BATCH

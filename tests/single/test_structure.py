@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hvdtrain.optim.pipeline import GradientPipeline
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 

@@ -1,4 +1,4 @@
-"""TensorFlow traces a training step and an evaluation step once, also those whose metrics the first batch builds."""
+"""TensorFlow traces a training step and an evaluation step once, also those whose variables the first batch creates."""
 
 import keras
 import numpy as np
@@ -55,3 +55,31 @@ def test_steps_of_a_model(num_outputs, compiled):
     assert traced.times == 1
     np.testing.assert_allclose(values["loss"], history["val_loss"][-1], rtol=1e-6)
     assert set(values) == {name.removeprefix("val_") for name in history if name.startswith("val_")}
+
+
+@pytest.mark.parametrize("reduces", ["optimizer", "tape"])
+def test_steps_of_a_loop_of_ones_own(reduces):
+    hvdtrain.init()
+    model, traced = made(1)
+    optimizer = keras.optimizers.Adam()
+    if reduces == "optimizer":
+        optimizer = hvdtrain.DistributedOptimizer(optimizer)
+    else:
+        optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        tape = tf.GradientTape()
+        with tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        if reduces == "tape":
+            tape = hvdtrain.DistributedGradientTape(tape)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return loss
+
+    losses = [float(step(X, Y)) for _ in range(5)]
+    assert traced.times == 1
+    assert losses == sorted(losses, reverse=True)
+    first = model.trainable_variables[0].path.replace("/", "_")
+    assert f"{optimizer.name}/{first}_momentum" in {variable.path for variable in optimizer.variables}

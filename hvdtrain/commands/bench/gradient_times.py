@@ -18,6 +18,7 @@ from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_buckets import bucket_layout
 from hvdtrain.distributed.gradient_reduction import Gradient, GradientReducer, ReducedGradients, unreduced
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.clock import Clock
 
@@ -51,7 +52,7 @@ class _TimingCollectives(SingleProcessCollectives):
             self.bytes = [self._sent_bytes(tf.TensorSpec(each.shape, each.dtype)) for each in dense]
             self.buckets = bucket_layout(dense, config.groups if config.is_linear else len(dense)).members
             if self.ready is None:
-                with tf.init_scope(), tf.device("CPU"):
+                with outside_of_step(), tf.device("CPU"):
                     self.ready = tf.Variable(tf.zeros([len(dense)], tf.float64), trainable=False)
             with tf.device("CPU"):
                 # Not tf.timestamp: TensorFlow runs stateful operations in the order of the program, and the first
