@@ -3,8 +3,9 @@
     launch/run python benchmarks/equality_check.py --rounds 5
 
 Starts jobs of two ranks that train four networks by ``model.fit`` for one step, by turns with
-``on_unequal="stop"`` and ``"ignore"``. Prints, for each network, the median seconds of both, and the median and the
-range of their ratios, each of two jobs that ran one after the other; and the seconds that the check itself takes.
+``on_unequal="stop"`` and ``"ignore"``, and one process of Keras without hvdtrain. Prints, for each network, the median
+seconds of all, and the median and the range of the ratios of the first to the second and to the third, which ran one
+after the other; and the seconds that the check itself takes.
 """
 
 import argparse
@@ -12,21 +13,52 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
+BATCH_SIZE = 32
 NETWORKS = ("dense", "convolutions", "recurrent", "transformer")
 
 
-def train(network: str, on_unequal: str, start_s: float) -> None:
+def train_on_this_rank(network: str, on_unequal: str, start_s: float) -> None:
     import hvdtrain
 
     topology = hvdtrain.init(seed=1, on_unequal=on_unequal)
     import keras
-    import numpy as np
-    from keras import layers
 
     from hvdtrain.training.equality.step_check import StepCheck
 
-    rng = np.random.default_rng(topology.rank)
+    model, x, y = compiled(network, hvdtrain.DistributedOptimizer(keras.optimizers.Adam()), topology.rank)
+    hvdtrain.broadcast(model)
+    run, took_s = StepCheck.run, []
+
+    def timed(check: StepCheck, batch: object) -> object:
+        begin_s = time.perf_counter()
+        finding = run(check, batch)
+        took_s.append(time.perf_counter() - begin_s)
+        assert finding.unequal is None and finding.unchecked is None, finding  # noqa: PT018
+        return finding
+
+    StepCheck.run = timed  # type: ignore[method-assign, assignment]
+    model.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
+    if topology.rank == 0:
+        print(f"RESULT {time.time() - start_s} {sum(took_s)}", flush=True)
+
+
+def train_with_keras_alone(network: str, start_s: float) -> None:
+    import keras
+
+    model, x, y = compiled(network, keras.optimizers.Adam(), rank=0)
+    model.fit(x, y, batch_size=BATCH_SIZE, verbose=0)
+    print(f"RESULT {time.time() - start_s} 0", flush=True)
+
+
+def compiled(network: str, optimizer: Any, rank: int) -> tuple[Any, Any, Any]:
+    """A model, and the inputs and labels of one batch."""
+    import keras
+    import numpy as np
+    from keras import layers
+
+    rng = np.random.default_rng(rank)
     if network == "dense":
         inputs = layers.Input((784,))
         hidden = layers.Dropout(0.2)(layers.Dense(512, "relu")(layers.Dense(512, "relu")(inputs)))
@@ -48,31 +80,24 @@ def train(network: str, on_unequal: str, start_s: float) -> None:
         hidden = layers.GlobalAveragePooling1D()(hidden)
     model = keras.Model(inputs, layers.Dense(10)(hidden))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam()), loss, metrics=["accuracy"])
-    hvdtrain.broadcast(model)
-    shape = (32, *inputs.shape[1:])
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    shape = (BATCH_SIZE, *inputs.shape[1:])
     x = rng.integers(1, 5000, shape) if inputs.dtype == "int32" else rng.normal(size=shape).astype("float32")
-    run, took_s = StepCheck.run, []
-
-    def timed(check: StepCheck, batch: object) -> object:
-        begin_s = time.perf_counter()
-        finding = run(check, batch)
-        took_s.append(time.perf_counter() - begin_s)
-        assert finding.unequal is None and finding.unchecked is None, finding  # noqa: PT018
-        return finding
-
-    StepCheck.run = timed  # type: ignore[method-assign, assignment]
-    model.fit(x, rng.integers(0, 10, 32), batch_size=32, verbose=0)
-    if topology.rank == 0:
-        print(f"RESULT {time.time() - start_s} {sum(took_s)}", flush=True)
+    return model, x, rng.integers(0, 10, BATCH_SIZE)
 
 
-def measure(network: str, on_unequal: str) -> tuple[float, float]:
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, __file__]
-    more = ["--network", network, "--on-unequal", on_unequal, "--start", str(time.time())]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+def measure(network: str, on_unequal: str | None) -> tuple[float, float]:
+    """Seconds to the end of the first step, and of the check; ``on_unequal=None``: of Keras alone."""
+    launcher = [] if on_unequal is None else ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    more = [] if on_unequal is None else ["--on-unequal", on_unequal]
+    command = [*launcher, sys.executable, __file__, "--network", network, *more, "--start", str(time.time())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     words = next(line for line in done.stdout.splitlines() if line.startswith("RESULT")).split()
     return float(words[1]), float(words[2])
+
+
+def with_range(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def main() -> None:
@@ -83,16 +108,25 @@ def main() -> None:
     parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.network:
-        train(options.network, options.on_unequal, options.start)
+        if options.on_unequal is None:
+            train_with_keras_alone(options.network, options.start)
+        else:
+            train_on_this_rank(options.network, options.on_unequal, options.start)
         return
-    print("network       with, s  without, s  ratio (range)          the check, s")
+    print(
+        "network       with, s  without, s  ratio                  Keras alone, s  ratio                  the check, s"
+    )
     for network in NETWORKS:
-        pairs = [(measure(network, "stop"), measure(network, "ignore")) for _ in range(options.rounds)]
-        ratios = sorted(checked[0] / plain[0] for checked, plain in pairs)
-        medians = [statistics.median(each[i][0] for each in pairs) for i in (0, 1)]
-        check_s = statistics.median(checked[1] for checked, _ in pairs)
-        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"{network:13} {medians[0]:7.2f}  {medians[1]:10.2f}  {spread:21}  {check_s:.2f}", flush=True)
+        rounds = [[measure(network, way) for way in ("stop", "ignore", None)] for _ in range(options.rounds)]
+        first_step_s, check_s = ([[way[i] for way in each] for each in rounds] for i in (0, 1))
+        checked, plain, keras_alone = (statistics.median(values) for values in zip(*first_step_s, strict=True))
+        over_plain = with_range([each[0] / each[1] for each in first_step_s])
+        over_keras = with_range([each[0] / each[2] for each in first_step_s])
+        print(
+            f"{network:13} {checked:7.2f}  {plain:10.2f}  {over_plain:21}  {keras_alone:14.2f}  {over_keras:21}  "
+            f"{statistics.median(each[0] for each in check_s):.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class EvalStep:
 
 
 def build_metrics(model: keras.Model, element_spec: Any) -> None:
-    """Creates the variables of the model's metrics; otherwise the first step creates them, and is traced twice.
+    """Creates the variables of the model's metrics for what reads them before the first step.
 
     Args:
         element_spec: of ``(data, sample_weight)``, as the feed yields it.

@@ -35,10 +35,12 @@ def make_model() -> keras.Model:
     return keras.Sequential([layers.Input((5,)), layers.Dense(7, activation="tanh"), layers.Dense(2)])
 
 
-def fitted(optimizer) -> list[bytes]:
+def fitted(optimizer, *, is_built: bool = False) -> list[bytes]:
     rng = np.random.default_rng(0)
     model = make_model()
     model.compile(optimizer=optimizer, loss="mse")
+    if is_built:
+        optimizer.build(model.trainable_variables)
     x, y = rng.normal(size=(64, 5)).astype(np.float32), rng.normal(size=(64, 2)).astype(np.float32)
     model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
     return [variable.numpy().tobytes() for variable in [*model.weights, *model.optimizer.variables]]
@@ -53,7 +55,8 @@ def test_bit_identical_to_the_plain_optimizer(name, monkeypatch):
     make = getattr(keras.optimizers, name)
     options = {"global_clipnorm": 0.5, "use_ema": True}
     try:
-        expected = fitted(make(**options))
+        # Keras loses the initial state of this optimizer if it is built in the first step.
+        expected = fitted(make(**options), is_built=name == "ScheduleFreeAdamW")
     except AttributeError as error:
         pytest.skip(f"Keras {keras.__version__}'s own {name} fails on TensorFlow: {error}")
     initial = [variable.numpy().tobytes() for variable in make_model().weights]
