@@ -25,7 +25,7 @@ def made(num_outputs, **compiled):
     """A model with an output of each name, and the layer that counts."""
     inputs, traced = keras.Input((3,)), Traced()
     hidden = traced(keras.layers.Dense(4)(inputs))
-    outputs = {f"y{i}": keras.layers.Dense(1)(hidden) for i in range(num_outputs)}
+    outputs = {f"y{i}": keras.layers.Dense(1, name=f"y{i}")(hidden) for i in range(num_outputs)}
     model = keras.Model(inputs, outputs if num_outputs > 1 else outputs["y0"])
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam()), **compiled)
     hvdtrain.broadcast(model)
