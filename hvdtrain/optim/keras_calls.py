@@ -15,7 +15,7 @@
 The stages are those of the :class:`~hvdtrain.optim.pipeline.GradientPipeline` that the optimizer has when a step is
 traced. Methods of an optimizer are replaced on the object, not in a subclass, because Keras writes an optimizer's class
 into a saved model. Steps 2, 3 and 6 are replaced in Keras' classes, and do nothing unless the model's optimizer is
-distributed.
+distributed. Metrics and losses of every model create their variables outside of the step, in its first trace.
 """
 
 import contextlib
@@ -37,6 +37,7 @@ from hvdtrain.distributed.program_operations import noted_operations
 from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.snapshot import resource_of
 from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.distributed.weighted_gradients import GradientWeight
@@ -510,8 +511,16 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
         pipeline = require_pipeline(optimizer)
         unless_skipped(pipeline, lambda: pipeline.average(variables))
 
+    build_here, build_outside_of_step = optimizer.build, _built_outside_of_step(optimizer.build)
+
+    def build(variables: Sequence[keras.Variable]) -> None:
+        with tf.init_scope():
+            # A model that the first batch builds has no values yet, which some optimizers copy.
+            have_values = all(resource_of(variable).is_initialized() for variable in variables)
+        (build_outside_of_step if have_values else build_here)(variables)
+
     keep_pipeline(optimizer, pipeline)
-    optimizer.build = _built_outside_of_step(optimizer.build)
+    optimizer.build = build
     optimizer.apply = apply_and_require_reduction
     keras_internals.CLIP.set(optimizer, reduce_and_clip)
     keras_internals.DECAY.set(optimizer, decay)

@@ -83,3 +83,11 @@ def test_steps_of_a_loop_of_ones_own(reduces):
     assert losses == sorted(losses, reverse=True)
     first = model.trainable_variables[0].path.replace("/", "_")
     assert f"{optimizer.name}/{first}_momentum" in {variable.path for variable in optimizer.variables}
+
+
+def test_an_optimizer_that_copies_weights_of_a_model_that_fit_builds():
+    hvdtrain.init()
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.ScheduleFreeAdamW()), "mse")
+    model.fit(X, Y, verbose=0)
+    assert model.optimizer.iterations == 1
