@@ -12,9 +12,9 @@ above 1 means that hvdtrain is faster. Raw Horovod runs in hvdtrain's job; every
 --jit-compile, has its own job. The jobs of a network run concurrently and take turns: while one runs its blocks of
 steps, the others are stopped. All are restarted several times, because two models with the same steps differ
 persistently by a few percent. All read their batch from an iterator that repeats it, except PyTorch and JAX, which hold
-it in memory. For each peer the case with the lowest median counts (one or ten steps per call; compiled or not; an
-allreduce per gradient or one for all). On 4 ranks, also prints examples/s relative to 2 ranks. Saves the last result
-for each number of ranks and network to results/peers.json and plots results/peers.svg.
+it in memory. For each trainer the case with the lowest median counts (one or ten steps per call; compiled or not; an
+allreduce per gradient or one for all; between hosts, MPI or Gloo). On 4 ranks, also prints examples/s relative to 2
+ranks. Saves the last result for each number of ranks and network to results/peers.json and plots results/peers.svg.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def jobs_for(place: Place, ranks: int, pythons: dict[str, str]) -> list[list[Pro
     Args:
         pythons: script of a peer without TensorFlow to the interpreter that runs it.
     """
-    jobs = [place.under_mpirun(script, ranks) for script in ("horovod_steps.py", "jit_steps.py")]
+    scripts = ("horovod_steps.py", "jit_steps.py")
+    jobs = [[process] for script in scripts for process in place.under_launchers(script, ranks)]
     jobs.append(place.without_launcher(sys.executable, "multi_worker.py", ranks))
     jobs += [place.without_launcher(python, script, ranks) for script, python in pythons.items()]
     if ranks == 1:
@@ -78,9 +79,12 @@ def take_turns(place: Place, network: str, ranks: int, num_turns: int, pythons: 
 
         jobs = [start(processes) for processes in jobs_for(place, ranks, pythons)]
         has_fewer = ranks == 4 and isinstance(place, ThisMachine)
-        fewer = [start(place.under_mpirun("horovod_steps.py", 2))] if has_fewer else []
+        fewer = [start(place.under_launchers("horovod_steps.py", 2))] if has_fewer else []
         for _ in range(num_turns):
-            steps = {peer: found for job in jobs for peer, found in job.turn().items()}
+            steps: Steps = {}
+            for job in jobs:
+                for peer, cases in job.turn().items():
+                    steps.setdefault(peer, {}).update(cases)
             for job in fewer:
                 steps[FEWER] = job.turn()["hvdtrain"]
             turns.append(steps)

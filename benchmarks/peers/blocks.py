@@ -8,7 +8,9 @@ from pathlib import Path
 
 NETWORK = os.environ["NETWORK"]
 """The name of the network to measure."""
-_RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK", "0")))
+_RANKS = ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "RANK")
+"""What mpirun, horovodrun over Gloo and processes without a launcher have."""
+_RANK = int(next((os.environ[name] for name in _RANKS if name in os.environ), "0"))
 _TURNS = Path(os.environ["TURNS"])
 _BLOCK_S = 0.4
 UNIT = 10

@@ -26,7 +26,12 @@ def measure_ranks(peers: dict[str, dict[str, Block]]) -> None:
     if hvd.size() > 1:
         # Horovod's background threads poll continuously.
         pause_between_turns()
-    measure(peers, _barrier, _maximum)
+    over = ", Gloo" if hvd.gloo_enabled() else ""
+    measure(
+        {peer: {case + over: block for case, block in cases.items()} for peer, cases in peers.items()},
+        _barrier,
+        _maximum,
+    )
 
 
 def _barrier() -> None:

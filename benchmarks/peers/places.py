@@ -23,8 +23,8 @@ Process = tuple[list[str], dict[str, str]]
 class Place(Protocol):
     """Makes the commands of jobs."""
 
-    def under_mpirun(self, script: str, ranks: int) -> list[Process]:
-        """The one process of the launcher."""
+    def under_launchers(self, script: str, ranks: int) -> list[Process]:
+        """The process of each launcher that is worth comparing here."""
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
         """A process per rank, with the variables that TensorFlow's, PyTorch's and JAX's own strategies need."""
@@ -33,7 +33,7 @@ class Place(Protocol):
 class ThisMachine:
     """All ranks on this machine."""
 
-    def under_mpirun(self, script: str, ranks: int) -> list[Process]:
+    def under_launchers(self, script: str, ranks: int) -> list[Process]:
         return [([*MPIRUN, "-np", str(ranks), sys.executable, str(HERE / script)], _threads(ranks))]
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
@@ -47,10 +47,14 @@ class Hosts:
     def __init__(self, lab: "Laboratory"):
         self._lab = lab
 
-    def under_mpirun(self, script: str, ranks: int) -> list[Process]:
+    def under_launchers(self, script: str, ranks: int) -> list[Process]:
+        # Between hosts, ranks over MPI poll while they wait, and those over Gloo sleep.
+        launchers = [[str(_LAUNCH / "mpirun.sh")], [str(_LAUNCH / "horovodrun.sh"), "--gloo"]]
         forwarded = [part for name in _VARIABLES for part in ("--env", name)]
-        line = [str(_LAUNCH / "mpirun.sh"), "-H", self._lab.slots(), *forwarded, sys.executable, str(HERE / script)]
-        return [(self._lab.command(self._lab.names[0], line), _threads(ranks))]
+        program = ["-H", self._lab.slots(), *forwarded, sys.executable, str(HERE / script)]
+        return [
+            (self._lab.command(self._lab.names[0], [*launcher, *program]), _threads(ranks)) for launcher in launchers
+        ]
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
         hosts = self._lab.names

@@ -1,7 +1,8 @@
-"""A step in single precision, to measure how large the rounding of a program is that computes in half precision.
+"""A step in single precision, of a program that computes in half precision: without rounding, equal steps are equal.
 
-On CPUs, TensorFlow adds up the gradient of a convolution's bias in bfloat16, where a sum of ones ends at 256: weights
-that differ in the last places do not show such an error, which is the same for each of them.
+On CPUs, TensorFlow adds up the gradient of a convolution's bias in bfloat16, where a sum of ones ends at 256. Weights
+that differ in the last places do not show such an error, which is the same for each of them. On some processors, the
+error of other gradients is as large as a missing average: it neither shows a difference nor excuses one.
 """
 
 from collections.abc import Iterator

@@ -23,9 +23,9 @@ from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.frozen_weights import frozen_weights
 from hvdtrain.training.equality.places import first_place, noted_places
 from hvdtrain.training.equality.samples import Rows, Samples, gather_samples
-from hvdtrain.training.equality.single_precision import computes_in_half_precision
+from hvdtrain.training.equality.single_precision import computes_in_half_precision, single_precision
 from hvdtrain.training.equality.updates import Update
-from hvdtrain.training.equality.ways import CheckedStep, Outcome, Rounded
+from hvdtrain.training.equality.ways import CheckedStep, Outcome
 from hvdtrain.training.equality.written_variables import WrittenVariables
 from hvdtrain.training.metric_state import require_sums_from_the_start
 
@@ -170,7 +170,7 @@ class StepCheck:
                 return Finding({}, unchecked="it draws random numbers that do not depend on a seed")
             if not whole.updates:
                 return Finding({}, unchecked="it makes no update")
-            return self._compare(samples, draws, whole)
+            return self._compare(samples, draws, whole, self._step.epsilon)
 
     def _table_bytes(self) -> int:
         variables = [*self._model.weights, *optimizer_variables(self._model)]
@@ -192,8 +192,8 @@ class StepCheck:
             cause="No gradient makes it equal. Load or freeze weights before hvdtrain.broadcast(model) is called.",
         )
 
-    def _compare(self, samples: Samples, draws: Draws, whole: Outcome) -> Finding:
-        comparison = Comparison(whole, self._step.epsilon)
+    def _compare(self, samples: Samples, draws: Draws, whole: Outcome, epsilon: float) -> Finding:
+        comparison = Comparison(whole, epsilon)
         comparison.begin()
         outcome = self._step.of_all_ranks(samples.part, draws.repeated, comparison.apply)
         deviations = comparison.deviations(outcome)
@@ -209,7 +209,7 @@ class StepCheck:
         first = next((each for each, _ in everyone if each is not None), None)
         if problems:
             return Finding(compared, largest, unchecked=problems[0])
-        if first is None:
+        if first is None or self._is_equal_in_single_precision(samples, draws, epsilon):
             return Finding(compared, largest)
         if first.kind == "returned":
             return Finding(compared, largest, noted=_RETURNED.format(name=first.name, share=_size(first)))
@@ -221,17 +221,11 @@ class StepCheck:
         """The first deviation that rounding does not explain, or why there is none to be found."""
         rounding: dict[tuple[str, str], float] = {}
         remaining, problem = suspects, None
-        in_single = [Rounded(in_single=True)] if computes_in_half_precision(self._model) else []
-        for rounded in (Rounded(), *in_single, *map(Rounded, _PERTURBATIONS)):
+        for perturb in (0, *_PERTURBATIONS):
             comparison.begin()
-            try:
-                again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, rounded)
-            except Exception:  # A program may rely on half precision.
-                if not rounded.in_single:
-                    raise
-                continue
+            again = self._step.of_one_process(samples.whole, draws.repeated, comparison.apply, perturb)
             for each in comparison.deviations(again):
-                if rounded == Rounded() and not each.size <= each.rounding and not np.isnan(each.size):
+                if not perturb and not each.size <= each.rounding and not np.isnan(each.size):
                     problem = problem or f"two equal steps of one process differ, in {_text(each)}"
                 key = each.kind, each.name
                 rounding[key] = max(rounding.get(key, 0.0), each.size)
@@ -246,6 +240,25 @@ class StepCheck:
             if any(each is not None for each, _ in everyone) or not any(remains for _, remains in everyone):
                 return None, problem
         return (remaining[0] if remaining else None), None
+
+    def _is_equal_in_single_precision(self, samples: Samples, draws: Draws, epsilon: float) -> bool:
+        """Whether layers compute in half precision, and the steps are equal if they compute in single precision.
+
+        Args:
+            epsilon: the rounding of one operation in half precision, which others than layers may compute in.
+        """
+        if not computes_in_half_precision(self._model):
+            return False
+        with single_precision(self._model):
+            try:
+                whole = self._step.of_one_process(samples.whole, draws.repeated, _as_it_is)
+            except Exception:  # A program may rely on half precision.
+                whole = None
+            if any(self._collectives.allgather(whole is None)):
+                return False
+            assert whole is not None
+            finding = self._compare(samples, draws, whole, epsilon)
+            return finding.first is None and finding.unchecked is None
 
     def _explain(self, samples: Samples, draws: Draws, comparison: Comparison, found: Deviation) -> str:
         place = None

@@ -25,7 +25,6 @@ from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.optim.pipeline import GradientPipeline, NoCheck, pipelines_of, replaced_pipelines
 from hvdtrain.optim.step_reduction import StepReduction
 from hvdtrain.seams import keras_internals
-from hvdtrain.training.equality.single_precision import single_precision
 from hvdtrain.training.equality.updates import ChooseGradients, Update
 from hvdtrain.training.equality.written_variables import WrittenVariables
 from hvdtrain.training.metrics import results_of, sums
@@ -52,16 +51,6 @@ class Outcome:
     """Other numbers that the step returns: their means over ranks."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Rounded:
-    """How a step is rounded otherwise than in training, to measure rounding."""
-
-    perturb: int = 0
-    """By how many units in the last place weights are changed before, at random."""
-    in_single: bool = False
-    """Whether layers that compute in half precision compute in single precision."""
-
-
 Draw = Callable[[WrittenVariables], contextlib.AbstractContextManager[None]]
 
 
@@ -80,13 +69,13 @@ class CheckedStep:
         self._collectives = collectives
         self._reducers: dict[int, GradientReducer] = {}
 
-    def of_one_process(self, batch: Any, draw: Draw, choose: ChooseGradients, rounded: Rounded = Rounded()) -> Outcome:
+    def of_one_process(self, batch: Any, draw: Draw, choose: ChooseGradients, perturb: int = 0) -> Outcome:
         """Makes the step as one process does.
 
         Args:
             batch: the whole batch.
             choose: as for :data:`~hvdtrain.training.equality.updates.ChooseGradients`.
-            rounded: how it is rounded.
+            perturb: by how many units in the last place weights are changed before, at random, to measure rounding.
         """
         one = SingleProcessCollectives()
 
@@ -94,8 +83,8 @@ class CheckedStep:
             config = _exact(own.config)
             return StepReduction(config=config, collectives=one, reducer=one.gradient_reducer(config), sums=own.sums)
 
-        with alone(), single_precision(self._model) if rounded.in_single else contextlib.nullcontext():
-            return self._make(batch, draw, choose, one, reduction, rounded.perturb)
+        with alone():
+            return self._make(batch, draw, choose, one, reduction, perturb)
 
     def of_all_ranks(self, batch: Any, draw: Draw, choose: ChooseGradients) -> Outcome:
         """Makes the step together with the other ranks, which must all call it.
