@@ -5,8 +5,8 @@
     launch/horovodrun.sh --gloo -H a:4,b:4 python -m hvdtrain     # without MPI
 
 First checks that the other hosts can be reached. Only variables that a job needs are forwarded (add others with
---env NAME): with Gloo, horovodrun puts its whole environment on a command line that is readable by all users of the
-other hosts.
+--env NAME): with Gloo, Horovod's own horovodrun puts its whole environment on a command line that is readable by all
+users of the other hosts. What --env names is sent through the input of ssh.
 """
 
 import ipaddress
@@ -67,7 +67,7 @@ def _interface(network: str) -> str:
 
 def environment(env: Mapping[str, str], job: Job) -> dict[str, str]:
     """The environment to start horovodrun with."""
-    chosen = forwarded(env, job.env_names)
+    chosen = {**forwarded(env, job.env_names), "HVDTRAIN_FORWARDED": " ".join(job.env_names)}
     return with_network_settings(chosen) if job.is_remote else chosen
 
 
@@ -80,6 +80,12 @@ def main() -> None:
     if horovodrun is None:
         fail(LAUNCHER, "horovodrun must be on PATH. Received: none", 1)
     job = parse_job(LAUNCHER, options, os.environ)
+    if options.gloo and (of_several_lines := [name for name in job.env_names if "\n" in os.environ[name]]):
+        fail(
+            LAUNCHER,
+            f"--env with --gloo must name variables of one line. Received: {', '.join(of_several_lines)}. Pass the "
+            "name of a file",
+        )
     by = f"horovodrun {'with Gloo' if options.gloo else 'with MPI'}"
     notes = ["more ranks than cores on this host: ranks share cores"] if job.oversubscribed else []
     announce(LAUNCHER, job, by, notes)

@@ -14,6 +14,12 @@ IS_DETERMINISTIC = ImportedSeam(
     "reports whether operations are deterministic",
     library="tensorflow",
 )
+USES_ONEDNN = ImportedSeam(
+    "tensorflow.python.util._pywrap_util_port",
+    "IsMklEnabled",
+    "reports whether TensorFlow computes with oneDNN",
+    library="tensorflow",
+)
 MAY_RECORD = ImportedSeam(
     "tensorflow.python.eager.record",
     "could_possibly_record",

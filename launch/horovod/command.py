@@ -44,13 +44,18 @@ if sys.stdout.isatty():
     mpi_run.os = SimpleNamespace(**{**vars(os), "execve": execute_untagged})
 
 TOKEN = "HOROVOD_RENDEZVOUS_TOKEN"
-READ_TOKEN = f"IFS= read -r {TOKEN} && export {TOKEN} && "
 plain_remote_command = gloo_run.get_remote_command
 
 
 def remote_command(command: str, **options: object) -> str:
-    """The command that starts a rank on another host, with the token in its input: all users can read command lines."""
-    return f'printf "%s\\n" "${TOKEN}" | ' + plain_remote_command(shlex.quote(READ_TOKEN) + command, **options)
+    """The command that starts a rank on another host, with secrets in its input: all users can read command lines.
+
+    Secrets are the token, and variables that a user names, for which ``HVDTRAIN_FORWARDED`` has their names.
+    """
+    names = [TOKEN, *os.environ.get("HVDTRAIN_FORWARDED", "").split()]
+    values = " ".join(f'"${name}"' for name in names)
+    read = "".join(f"IFS= read -r {name} && export {name} && " for name in names)
+    return f'printf "%s\\n" {values} | ' + plain_remote_command(shlex.quote(read) + command, **options)
 
 
 def protect_rendezvous() -> None:

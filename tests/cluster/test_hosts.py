@@ -146,14 +146,18 @@ def test_three_hosts_send_the_minimum_of_a_ring():
     assert needed < max(sent) < 1.1 * needed, [each / needed for each in sent]
 
 
-def test_hostfile_network_and_variables(lab, tmp_path):
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_hostfile_network_and_variables(launcher, lab, tmp_path, monkeypatch):
     (tmp_path / "hosts.txt").write_text("lab1 slots=2\nlab2 slots=1  # the small one\n")
+    monkeypatch.setenv("GREETING", "'hello' \"$HOME\"")
     options = ["--hostfile", str(tmp_path / "hosts.txt"), "--network", "eth0", "--env", "GREETING"]
-    line = ["env", "GREETING=hello", MPIRUN, *options, "sh", "-c", 'echo "$GREETING from $(hostname)"']
+    # All users of a host can read command lines.
+    show = 'echo "$GREETING from $(hostname), shown $(cat /proc/[0-9]*/cmdline | grep -ac "\'[h]ello")"'
+    line = [*LAUNCHERS[launcher], *options, "sh", "-c", show]
     done = Job(lab.command("lab1", line), ranks=3, launcher="").end(20)
     assert done.code == 0, done.output
-    assert "3 rank(s) on lab1:2, lab2:1 over eth0 by Open MPI" in done.output
-    assert sorted(re.findall(r"hello from (\w+)", done.output)) == ["lab1", "lab1", "lab2"]
+    assert "3 rank(s) on lab1:2, lab2:1 over eth0 by" in done.output
+    assert sorted(re.findall(r"'hello' \"\$HOME\" from (\w+), shown 0", done.output)) == ["lab1", "lab1", "lab2"]
 
 
 def test_doctor_compares_hosts(lab):
