@@ -52,9 +52,9 @@ class Hosts:
         launchers = [[str(_LAUNCH / "mpirun.sh")], [str(_LAUNCH / "horovodrun.sh"), "--gloo"]]
         forwarded = [part for name in _VARIABLES for part in ("--env", name)]
         program = ["-H", self._lab.slots(), *forwarded, sys.executable, str(HERE / script)]
-        return [
-            (self._lab.command(self._lab.names[0], [*launcher, *program]), _threads(ranks)) for launcher in launchers
-        ]
+        # Gloo would end a job that is stopped for 30 s while others have their turn.
+        env = {**_threads(ranks), "HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+        return [(self._lab.command(self._lab.names[0], [*launcher, *program]), env) for launcher in launchers]
 
     def without_launcher(self, python: str, script: str, ranks: int) -> list[Process]:
         hosts = self._lab.names

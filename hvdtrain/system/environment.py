@@ -140,8 +140,9 @@ def enable_dynamic_process_sets() -> None:
 
 
 def set_gloo_timeout(stall_timeout_s: float) -> None:
-    """Keeps Gloo from ending a start before the stall timeout (0: never); call it before Horovod starts."""
-    # Gloo's own error names no rank, and by default comes after 30 s.
+    """Keeps Gloo from ending a job before the stall timeout (0: never); call it before Horovod starts."""
+    # Gloo's own error names no rank, and by default comes when ranks have waited for 30 s for one that has not started
+    # or is suspended.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(stall_timeout_s or 86400) + 60))
 
 

@@ -12,6 +12,7 @@ from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.runtime import OnUnequal, Topology
 from hvdtrain.errors import HvdtrainError, JobError
 from hvdtrain.fault_tolerance.channel import Channel, open_channel
+from hvdtrain.fault_tolerance.config import JobWatchConfig
 from hvdtrain.fault_tolerance.program_watch import ProgramWatch
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.made_steps import counts_steps, num_made_steps
@@ -56,6 +57,8 @@ def init(
         UsageError: the launcher started more ranks than MPI connects, or Keras uses another backend.
     """
     global _ends
+    # Under MPI, ranks wait for one that is suspended, or that starts later than the others.
+    environment.set_gloo_timeout(JobWatchConfig().stall_timeout)
     topology = runtime.init(
         seed=seed,
         threads=threads,

@@ -1,5 +1,8 @@
 """A loop of one's own whose last rank ends before the others, or keeps them waiting: python ending_loop.py HOW WITH."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
 
@@ -51,6 +54,9 @@ for number, (x_batch, y_batch) in enumerate(batches):
             sys.exit(3)
         if how == "leaves":
             break
+        if how == "stops":
+            subprocess.Popen(["sh", "-c", f"sleep 40; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         if how == "sleeps":
             sleeps()
     step(x_batch, y_batch)

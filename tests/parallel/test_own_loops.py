@@ -1,5 +1,6 @@
 """Loops of users that one rank leaves before the others, or that it delays: a message names the rank and its step."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -54,3 +55,13 @@ def test_a_rank_that_the_others_wait_for_is_named_and_the_job_goes_on(how, reduc
     assert "the others wait for rank 1 (host " in first
     assert "rank 1 (host " in done.output
     assert f", in {how}" in done.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
+def test_a_rank_is_suspended_for_longer_than_gloo_would_wait(launcher):
+    done = end_of("stops", "optimizer", launcher=launcher)
+    assert done.code == 0, done.output
+    assert re.search(r"no rank has made a step for \d+ s; rank 1 \(host \w+\) does not answer", done.output), (
+        done.output
+    )
