@@ -67,7 +67,9 @@ def _interface(network: str) -> str:
 
 def environment(env: Mapping[str, str], job: Job) -> dict[str, str]:
     """The environment to start horovodrun with."""
-    chosen = {**forwarded(env, job.env_names), "HVDTRAIN_FORWARDED": " ".join(job.env_names)}
+    chosen = forwarded(env, job.env_names)
+    if job.env_names:
+        chosen["HVDTRAIN_FORWARDED"] = " ".join(job.env_names)
     return with_network_settings(chosen) if job.is_remote else chosen
 
 

@@ -1,5 +1,6 @@
 """launch/mpirun.sh and launch/horovodrun.sh: hosts, arguments for each MPI, and error messages."""
 
+import dataclasses
 import ipaddress
 import os
 import pty
@@ -168,6 +169,8 @@ def test_horovodrun():
     # MPICH and Intel MPI end at an option that they do not know.
     assert horovodrun.arguments_for(made, None, gloo=False, **options) == [*start, "--mpi"]
     assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, job([], 2)) == {"PATH": "/x"}
+    named = dataclasses.replace(job([], 2), env_names=["SECRET", "PATH"])
+    assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, named)["HVDTRAIN_FORWARDED"] == "SECRET PATH"
     ours = horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made)
     assert ours.items() >= {"PATH": "/x", "OMPI_MCA_btl_tcp_flags": "send"}.items()
     assert Path(ours["OMPI_MCA_coll_tuned_dynamic_rules_filename"]).is_file()
