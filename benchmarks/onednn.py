@@ -1,4 +1,4 @@
-"""Steps of Keras with oneDNN, which hvdtrain turns on, and without it: one process with one thread, interleaved.
+"""Steps of Keras with oneDNN and without it: one process with one thread, interleaved.
 
     launch/run python benchmarks/onednn.py
 

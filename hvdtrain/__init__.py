@@ -5,7 +5,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain import errors
-from hvdtrain.system import environment
 
 if TYPE_CHECKING:
     from hvdtrain import callbacks, data, elastic, layers
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from hvdtrain.training.own_tuning import autotune
     from hvdtrain.training.prediction import predict
     from hvdtrain.training.trainer import Trainer
-
-# Here, because the import of TensorFlow follows in most programs.
-environment.choose_onednn()
 
 __version__ = "0.1.0"
 

@@ -183,8 +183,6 @@ def environment(venv: Path) -> dict[str, str]:
     env["VIRTUAL_ENV"] = str(venv)
     env["PATH"] = os.pathsep.join([str(venv / "bin"), env.get("PATH", os.defpath)])
     env.pop("PYTHONHOME", None)
-    # As hvdtrain/__init__.py does, for programs that import TensorFlow before hvdtrain.
-    env.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
     if os.geteuid() == 0:  # as in a container
         env.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
         env.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")

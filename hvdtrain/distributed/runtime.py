@@ -105,8 +105,6 @@ def _start(
     launcher = environment.launcher()
     if (shortage := process_limit.shortage()) is not None:
         report(launcher.rank, shortage)
-    if launcher.rank == 0 and (slow := devices.without_onednn()) is not None:
-        report(0, slow)
     collectives: Collectives
     if environment.elastic_job() is not None:
         if not environment.has_joined():

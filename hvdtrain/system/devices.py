@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import tensorflow_internals
-from hvdtrain.system import cores, environment
+from hvdtrain.system import cores
 from hvdtrain.system.tensorflow_start import without_startup_messages
 
 
@@ -71,14 +71,9 @@ def has_gpu() -> bool:
     return bool(tf.config.list_physical_devices("GPU"))
 
 
-def without_onednn() -> str | None:
-    """Says that TensorFlow was imported too early to compute with oneDNN; None if it does, or need not."""
-    if environment.has_chosen_onednn() or has_gpu() or tensorflow_internals.USES_ONEDNN.value()():
-        return None
-    return (
-        "TensorFlow computes without oneDNN, which it does not use by itself on this processor. Import hvdtrain before "
-        "it, or set TF_ENABLE_ONEDNN_OPTS=1: steps with convolutions took 0.6 times as long"
-    )
+def uses_onednn() -> bool:
+    """Whether TensorFlow computes with oneDNN on CPUs."""
+    return bool(tensorflow_internals.USES_ONEDNN.value()())
 
 
 def own_gpu() -> str | None:

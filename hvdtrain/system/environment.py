@@ -22,7 +22,6 @@ _CYCLE_MS, _CYCLE_ONE_HOST_MS = "0.1", "0.02"
 # Horovod's own default.
 _STALL_CHECK_S = 60.0
 _FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
-_ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 ONLY_CHECK = "HVDTRAIN_ONLY_CHECK"
 """Set by ``hvdtrain check``: a program ends after the steps that are checked."""
 
@@ -57,20 +56,6 @@ def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[
         # Open MPI's wheel was configured for another prefix; only its mpirun works that out.
         defaults["OPAL_PREFIX"] = environment_root
     return {name: value for name, value in defaults.items() if name not in env}
-
-
-def choose_onednn() -> None:
-    """Has TensorFlow compute with oneDNN, unless it has been imported, which is when it reads the variable.
-
-    By itself it does so only on processors with certain instructions (AVX-512 VNNI and later ones).
-    """
-    if "tensorflow" not in sys.modules:
-        os.environ.setdefault(_ONEDNN, "1")
-
-
-def has_chosen_onednn() -> bool:
-    """Whether oneDNN was chosen, or turned off by the user."""
-    return _ONEDNN in os.environ
 
 
 def prepare_environment() -> None:
@@ -125,7 +110,7 @@ def performance_settings() -> dict[str, str]:
     """The variables that affect speed, as they are set now."""
     names = [
         *_MPI_DEFAULTS,
-        _ONEDNN,
+        "TF_ENABLE_ONEDNN_OPTS",
         "HOROVOD_CYCLE_TIME",
         _FUSION_THRESHOLD,
         "HOROVOD_CPU_OPERATIONS",

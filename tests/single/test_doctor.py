@@ -155,3 +155,10 @@ def test_polling_between_hosts_is_reported(cores, links, polls):
     if line is not None:
         assert line.startswith("MPI polls: each rank keeps 0.98 cores busy while an allreduce travels.")
         assert "horovodrun --gloo" in line
+
+
+def test_a_setting_that_shortens_steps_on_a_cpu_is_named():
+    assert checks.find_onednn(0, is_used=True) == checks.find_onednn(1, is_used=False) == []
+    (finding,) = checks.find_onednn(0, is_used=False)
+    assert "TF_ENABLE_ONEDNN_OPTS=1" in finding.state
+    assert finding.remedy is None

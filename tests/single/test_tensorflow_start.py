@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import os
 import subprocess
 import sys
 import time
@@ -10,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hvdtrain.seams import keras_internals, tensorflow_internals
-from hvdtrain.system import devices, environment, tensorflow_start
+from hvdtrain.seams import keras_internals
+from hvdtrain.system import tensorflow_start
 from hvdtrain.system.deferred_packages import deferred_packages
 
 
@@ -108,36 +107,6 @@ def test_threads_import_it_once(package, monkeypatch):
         found = list(threads.map(lambda _: package.extras.plot(), range(16)))
     assert found == ["a plot"] * 16
     assert executed == [1]
-
-
-def test_tensorflow_computes_with_onednn_on_all_processors():
-    program = "import hvdtrain, tensorflow; from tensorflow.python.util import _pywrap_util_port as port; "
-    program += "print(port.IsMklEnabled())"
-    env = {name: value for name, value in os.environ.items() if name != "TF_ENABLE_ONEDNN_OPTS"}
-    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
-
-
-def test_a_user_may_turn_onednn_off(monkeypatch):
-    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
-    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    environment.choose_onednn()
-    assert os.environ["TF_ENABLE_ONEDNN_OPTS"] == "0"
-
-
-@pytest.mark.parametrize("is_used", [False, True])
-def test_tensorflow_that_was_imported_too_early_for_onednn_is_reported(is_used, monkeypatch):
-    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
-    monkeypatch.setattr(type(tensorflow_internals.USES_ONEDNN), "value", lambda seam: lambda: is_used)
-    monkeypatch.setattr(devices, "has_gpu", lambda: False)
-    monkeypatch.setitem(sys.modules, "tensorflow", sys)
-    environment.choose_onednn()
-    assert not environment.has_chosen_onednn()
-    assert ("Import hvdtrain before it" in (devices.without_onednn() or "")) != is_used
-    monkeypatch.delitem(sys.modules, "tensorflow")
-    environment.choose_onednn()
-    assert environment.has_chosen_onednn()
-    assert devices.without_onednn() is None
 
 
 @pytest.mark.slow
