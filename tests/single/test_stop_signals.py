@@ -1,5 +1,6 @@
 """Signals that stop a job: real processes, without Horovod."""
 
+import gc
 import os
 import re
 import signal
@@ -83,6 +84,7 @@ def test_signal_handlers_are_restored():
     def own_handler(number: int, frame: Any) -> None:
         pass
 
+    gc.collect()  # Otherwise what earlier tests have left may be closed meanwhile.
     descriptors = len(os.listdir("/proc/self/fd"))
     before = signal.signal(signal.SIGTERM, own_handler)
     before_int = signal.getsignal(signal.SIGINT)
