@@ -11,6 +11,7 @@ users of the other hosts. What --env names is sent through the input of ssh.
 
 import ipaddress
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -73,6 +74,12 @@ def environment(env: Mapping[str, str], job: Job) -> dict[str, str]:
     return with_network_settings(chosen) if job.is_remote else chosen
 
 
+def unsendable(job: Job, env: Mapping[str, str]) -> list[str]:
+    """The named variables that a shell on another host cannot read from its input, line by line."""
+    names = job.env_names if job.is_remote else []
+    return [name for name in names if "\n" in env[name] or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)]
+
+
 def main() -> None:
     parser = make_parser(LAUNCHER, __doc__)
     parser.add_argument("--gloo", action="store_true", help="use Gloo instead of MPI")
@@ -82,11 +89,11 @@ def main() -> None:
     if horovodrun is None:
         fail(LAUNCHER, "horovodrun must be on PATH. Received: none", 1)
     job = parse_job(LAUNCHER, options, os.environ)
-    if options.gloo and (of_several_lines := [name for name in job.env_names if "\n" in os.environ[name]]):
+    if options.gloo and (names := unsendable(job, os.environ)):
         fail(
             LAUNCHER,
-            f"--env with --gloo must name variables of one line. Received: {', '.join(of_several_lines)}. Pass the "
-            "name of a file",
+            "with --gloo, --env must name variables of one line, whose names a shell accepts. Received: "
+            f"{', '.join(names)}. Pass the name of a file that has the value",
         )
     by = f"horovodrun {'with Gloo' if options.gloo else 'with MPI'}"
     notes = ["more ranks than cores on this host: ranks share cores"] if job.oversubscribed else []

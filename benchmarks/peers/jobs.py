@@ -28,7 +28,7 @@ class Job:
         self._errors = Path(self._turns.name, "errors").open("w+")  # noqa: SIM115
         variables = {"NETWORK": network, "NUM_TURNS": str(num_turns), "TURNS": self._turns.name}
         common = {**os.environ, **variables, "PYTHONPATH": str(HERE.parent), "TF_CPP_MIN_LOG_LEVEL": "3"}
-        # TensorFlow leaves it off on some processors.
+        # On some processors, TensorFlow leaves oneDNN off.
         common["TF_ENABLE_ONEDNN_OPTS"] = "1"
         self._processes = [
             subprocess.Popen(

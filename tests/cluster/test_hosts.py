@@ -156,7 +156,8 @@ def test_hostfile_network_and_variables(launcher, lab, tmp_path, monkeypatch):
     line = [*LAUNCHERS[launcher], *options, "sh", "-c", show]
     done = Job(lab.command("lab1", line), ranks=3, launcher="").end(20)
     assert done.code == 0, done.output
-    assert "3 rank(s) on lab1:2, lab2:1 over eth0 by" in done.output
+    by = {"mpirun": "Open MPI", "horovodrun": "horovodrun with MPI", "gloo": "horovodrun with Gloo"}[launcher]
+    assert f"3 rank(s) on lab1:2, lab2:1 over eth0 by {by}" in done.output
     assert sorted(re.findall(r"'hello' \"\$HOME\" from (\w+), shown 0", done.output)) == ["lab1", "lab1", "lab2"]
 
 

@@ -125,8 +125,8 @@ def test_sums_in_half_precision_are_no_difference(is_fault):
     x, y = np.full((BATCH, 16, 16, 1), float(is_fault), "float32"), Y[:BATCH, 0]
     finding = StepCheck(model.train_step, model, COLLECTIVES).run((x, y))
     assert (finding.unequal is not None) == is_fault
-    # 0.5 without rounding. Some processors also round the gradient of the kernel.
-    assert finding.largest > 0.3
+    # The fault: 0.5 without rounding. Some processors also round the gradient of the kernel.
+    assert finding.largest > (0.3 if is_fault else 0.4)
     assert finding.unchecked is None
 
 

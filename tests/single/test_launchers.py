@@ -171,6 +171,10 @@ def test_horovodrun():
     assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, job([], 2)) == {"PATH": "/x"}
     named = dataclasses.replace(job([], 2), env_names=["SECRET", "PATH"])
     assert horovodrun.environment({"PATH": "/x", "SECRET": "y"}, named)["HVDTRAIN_FORWARDED"] == "SECRET PATH"
+    env = {"ONE_LINE": "-----", "KEY": "-----\nMII", "A-B": "x"}
+    for where, refused in (FOUR, ["KEY", "A-B"]), ([], []):
+        named = dataclasses.replace(job(where, 2), env_names=list(env))
+        assert horovodrun.unsendable(named, env) == refused
     ours = horovodrun.environment({"PATH": "/x", "SECRET": "y"}, made)
     assert ours.items() >= {"PATH": "/x", "OMPI_MCA_btl_tcp_flags": "send"}.items()
     assert Path(ours["OMPI_MCA_coll_tuned_dynamic_rules_filename"]).is_file()
