@@ -7,20 +7,17 @@ median and range over the rounds.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 
-SETTING = "TF_ENABLE_ONEDNN_OPTS"
+from rank_jobs import measured_on_ranks, tell
+
 STEPS = {"cnn": 10, "mlp": 500, "lstm": 50, "transformer": 30}
 BLOCKS = 3
 
 
 def measure() -> None:
-    """Prints the step time in ms by network as JSON."""
+    """Tells the step time in ms by network."""
     import keras
     import tensorflow as tf
     from endless_batches import endless_batches
@@ -41,19 +38,12 @@ def measure() -> None:
                 model.train_function(iterator)
             blocks.append(1000 * (time.perf_counter() - began_s) / num_steps)
         step_ms[name] = statistics.median(blocks[1:])
-    print("RESULT " + json.dumps(step_ms))
+    tell({"rank": 0, **step_ms})
 
 
 def run(setting: str) -> dict[str, float]:
-    job = subprocess.run(
-        [sys.executable, __file__, "--measure"],
-        env={**os.environ, SETTING: setting},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (line,) = [line for line in job.stdout.splitlines() if line.startswith("RESULT ")]
-    return json.loads(line.removeprefix("RESULT "))
+    (measured,) = measured_on_ranks(1, __file__, "--measure", launcher=["env", f"TF_ENABLE_ONEDNN_OPTS={setting}"])
+    return measured
 
 
 def main() -> None:
