@@ -19,6 +19,7 @@ def make_trainer(
     reporter=None,
     checkpointer=None,
     job_watch=None,
+    collectives=None,
     **options,
 ) -> hvdtrain.Trainer:
     """A trainer whose configuration holds the options."""
@@ -30,4 +31,5 @@ def make_trainer(
         reporter=reporter,
         checkpointer=checkpointer,
         job_watch=job_watch,
+        collectives=collectives,
     )

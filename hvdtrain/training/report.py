@@ -198,19 +198,23 @@ class TrainingReport:
         }
 
     def _speed(self, clock: Clock) -> dict[str, Any]:
+        # First, because all ranks take part, even one that joined after the last step and has made none.
+        fractions = self._shares_of_a_step(clock) if self._strategy.in_lockstep else {"communication_fraction": None}
         if not clock.has_timed:
             return {"examples_per_second": None, "step_ms": None, "communication_fraction": None}
-        fractions = {"communication_fraction": None}
-        if self._strategy.in_lockstep:
-            reduction = require_pipeline(leaves_of(self._model)[0]).reduce.config
-            remedies = possible_remedies(self._config, reduction, self._collectives.conditions)
-            fractions = self._time_shares.summary(1000 * clock.seconds_per_step(), remedies)
-            self.rank_times()
         return {
             "examples_per_second": self._feed.plan.global_batch_size / clock.seconds_per_step(),
             "step_ms": clock.step_ms(),
             **fractions,
         }
+
+    def _shares_of_a_step(self, clock: Clock) -> dict[str, Any]:
+        reduction = require_pipeline(leaves_of(self._model)[0]).reduce.config
+        remedies = possible_remedies(self._config, reduction, self._collectives.conditions)
+        step_ms = 1000 * clock.seconds_per_step() if clock.has_timed else 0.0
+        found = self._time_shares.summary(step_ms, remedies)
+        self.rank_times()
+        return found
 
 
 def console_of_rank(rank: int, config: LoggingConfig) -> Reporter:

@@ -163,6 +163,42 @@ def test_a_model_can_be_trained_twice():
         assert a.numpy() == pytest.approx(b.numpy(), abs=1e-6)
 
 
+class Counting(SingleProcessCollectives):
+    """Notes the values that were gathered, by type and shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered: list[tuple] = []
+
+    def allgather(self, value):
+        self.gathered.append((type(value), getattr(value, "ndim", 0)))
+        return [value]
+
+
+def test_ranks_with_and_without_steps_of_their_own_make_the_same_calls_at_the_end(tmp_path):
+    """A process that joins an elastic job after the last step has made none."""
+
+    def calls_at_the_end(steps: int) -> list[tuple]:
+        model, collectives = make_model(), Counting()
+        checkpointer = hvdtrain.Checkpointer(tmp_path, model, collectives=collectives)
+        forget = keras.callbacks.LambdaCallback(on_train_end=lambda logs: collectives.gathered.clear())
+        trainer = make_trainer(
+            model,
+            Arrays(X, Y),
+            batch_size=10,
+            steps=4,
+            callbacks=[forget],
+            checkpointer=checkpointer,
+            collectives=collectives,
+        )
+        summary = trainer.fit()
+        assert (summary["step_ms"] is not None) == (steps > 0)
+        assert summary["resumed_from"] == (None if steps else 4)
+        return collectives.gathered
+
+    assert calls_at_the_end(steps=4) == calls_at_the_end(steps=0) != []
+
+
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_plain_fit_works_after_the_trainer(on_nan):
     """The hooks of the trainer's loop are gone, those of the distributed optimizer stay."""
