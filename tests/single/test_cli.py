@@ -235,6 +235,7 @@ def test_a_signal_after_the_last_line_does_not_change_the_exit_code(arguments, c
     assert subprocess.run(command, timeout=60).returncode == code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["--task", "digits", "--steps", "1"]])
 def test_output_that_cannot_be_written_does_not_change_the_exit_code(arguments, tmp_path):
     command = [sys.executable, "-m", "hvdtrain", *arguments]

@@ -249,6 +249,7 @@ def test_state_class_and_schedule_are_kept():
     assert float(distributed.learning_rate) == pytest.approx(0.1 / 32)
 
 
+@pytest.mark.slow
 def test_a_saved_model_has_no_trace_of_horovod(tmp_path):
     path = tmp_path / "model.keras"
     model = make_model()

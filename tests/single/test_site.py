@@ -57,6 +57,7 @@ class Anchors(HTMLParser):
             self.loaded.add(attributes["href"])
 
 
+@pytest.mark.slow
 def test_every_public_name_has_an_entry(site):
     names = set(hooks().public_names())
     for pages in ([site / "reference" / "api.html"], (site / "reference" / "api").iterdir()):
@@ -95,6 +96,7 @@ def test_the_tests_of_faults_exist():
     assert not missing
 
 
+@pytest.mark.slow
 def test_every_option_is_documented(site):
     from hvdtrain.commands.bench.config import BenchConfig
     from hvdtrain.commands.config import EvalConfig, ExportConfig, RunConfig
@@ -113,6 +115,7 @@ def test_every_option_is_documented(site):
     assert '<h2 id="doctor">' in text
 
 
+@pytest.mark.slow
 def test_searches_do_not_find_programs(site):
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     examples = [each["text"] for each in found if each["location"].startswith("examples.html#")]
@@ -125,6 +128,7 @@ def pages_of(site: Path) -> list[Path]:
     return [page for page in site.rglob("*.html") if page.parent != site / "gallery"]
 
 
+@pytest.mark.slow
 def test_the_gallery_has_reports_that_load_nothing(site):
     reports = sorted((site / "gallery").iterdir())
     assert [each.name for each in reports] == ["comparison.html", "lost-rank.html", "slow-rank.html"]
@@ -135,12 +139,14 @@ def test_the_gallery_has_reports_that_load_nothing(site):
     assert "by a factor of 6.7, from step 705 on." in texts[2]
 
 
+@pytest.mark.slow
 def test_every_page_shows_the_version_and_loads_the_logo(site):
     for page in pages_of(site):
         assert f"hvdtrain {hvdtrain.__version__}, " in page.read_text() or page.name == "404.html", page
         assert any(each.endswith("images/logo.svg") for each in Anchors(page).loaded), page
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_other_hosts(site):
     pages = pages_of(site)
     assert len(pages) > 20

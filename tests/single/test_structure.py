@@ -105,6 +105,7 @@ def test_the_loop_calls_no_collective():
     assert not calls & collective_operations
 
 
+@pytest.mark.slow
 def test_a_synchronous_step_runs_through_few_files():
     here = Path(__file__).parent
     script = here / "files_of_a_step.py"

@@ -321,6 +321,7 @@ def test_task_without_files_has_no_sample_data(tmp_path):
         sample_data.write("digits", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["synthetic-resnet50", "synthetic-transformer"])
 def test_synthetic(name):
     task = load_task(name)

@@ -205,6 +205,7 @@ def test_a_train_step_that_applies_twice_is_compiled_as_a_whole():
 SYNCHRONIZED = {"more": lambda: [layers.BatchNormalization(synchronized=True)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_gpu", "by_keras", "model_options", "options", "is_compiled"),
     [
