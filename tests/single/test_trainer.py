@@ -163,8 +163,8 @@ def test_a_model_can_be_trained_twice():
         assert a.numpy() == pytest.approx(b.numpy(), abs=1e-6)
 
 
-class Counting(SingleProcessCollectives):
-    """Notes the values that were gathered, by type and shape."""
+class Noting(SingleProcessCollectives):
+    """Notes the type and the number of dimensions of each value that is gathered."""
 
     def __init__(self):
         super().__init__()
@@ -178,8 +178,8 @@ class Counting(SingleProcessCollectives):
 def test_ranks_with_and_without_steps_of_their_own_make_the_same_calls_at_the_end(tmp_path):
     """A process that joins an elastic job after the last step has made none."""
 
-    def calls_at_the_end(steps: int) -> list[tuple]:
-        model, collectives = make_model(), Counting()
+    def calls_at_the_end(own_steps: int) -> list[tuple]:
+        model, collectives = make_model(), Noting()
         checkpointer = hvdtrain.Checkpointer(tmp_path, model, collectives=collectives)
         forget = keras.callbacks.LambdaCallback(on_train_end=lambda logs: collectives.gathered.clear())
         trainer = make_trainer(
@@ -192,11 +192,11 @@ def test_ranks_with_and_without_steps_of_their_own_make_the_same_calls_at_the_en
             collectives=collectives,
         )
         summary = trainer.fit()
-        assert (summary["step_ms"] is not None) == (steps > 0)
-        assert summary["resumed_from"] == (None if steps else 4)
+        assert (summary["step_ms"] is not None) == (own_steps > 0)
+        assert summary["resumed_from"] == (None if own_steps else 4)
         return collectives.gathered
 
-    assert calls_at_the_end(steps=4) == calls_at_the_end(steps=0) != []
+    assert calls_at_the_end(own_steps=4) == calls_at_the_end(own_steps=0) != []
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
