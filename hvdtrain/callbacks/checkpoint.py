@@ -104,7 +104,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved_at = self._num_steps
         if self._step and state["steps_per_epoch"] != self.params.get("steps"):
             raise UsageError(
-                "an epoch that is resumed must have as many steps as before. Received: "
+                "an epoch that is resumed must have the same number of steps as before. Received: "
                 f"{self.params.get('steps')} steps, and {state['steps_per_epoch']} before. Choose the number of ranks "
                 "and the batch size so that they are the same, or resume from a checkpoint at the end of an epoch."
             )

@@ -75,7 +75,7 @@ class DistributedCallbacks(keras.callbacks.Callback):
     """Calls those callbacks that run on this rank; see :func:`distributed`."""
 
     compares_ranks = True
-    """``model.fit`` adds no checks of its own."""
+    """``model.fit`` adds no further checks."""
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback], collectives: Collectives):
         super().__init__()

@@ -146,7 +146,7 @@ def _download_file(store: Store, name: str, stat: Stat) -> None:
 
 
 def _downloaded(url: str) -> str | Path:
-    """The local path or pattern of a URL that this rank, or another one on its host, has downloaded."""
+    """The local path or pattern of a URL that this rank, or another on its host, has downloaded."""
     path = local_path(_DATA, url)
     if path.exists():
         return path

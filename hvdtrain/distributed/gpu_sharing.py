@@ -53,7 +53,7 @@ def refusal(ranks: Sequence[RankGpus], config: GpuConfig, *, has_nccl: bool) -> 
     """
     for rule, find, flag, is_set in (
         ("a GPU if others do", _without_gpu, option("allow_cpu_ranks", True), config.allow_cpu_ranks),
-        ("a GPU of its own", _sharing, option("share_gpus", True), config.share_gpus),
+        ("its own GPU", _sharing, option("share_gpus", True), config.share_gpus),
     ):
         if (not is_set or has_nccl) and (found := _of_hosts(ranks, find)):
             condition = ", with a Horovod without NCCL: HOROVOD_GPU_OPERATIONS=none launch/run …" if has_nccl else "."

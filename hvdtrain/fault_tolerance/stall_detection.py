@@ -51,7 +51,7 @@ class Position(NamedTuple):
 def stack_of(thread: int) -> list[str]:
     """Returns the innermost frames of a thread, the most recent call last, and those of user code in other threads.
 
-    TensorFlow calls functions of the input, such as generators, in threads of its own: the main thread then waits in
+    TensorFlow calls functions of the input, such as generators, in its own threads: the main thread then waits in
     TensorFlow, on all ranks alike. Does not read source files: the thread may be waiting for the file system that
     holds them.
     """

@@ -30,9 +30,9 @@ class ShardedEmbedding(keras.layers.Embedding):
     receives the distinct rows that its batch uses. The initial rows depend on the seed, not on the number of ranks. On
     one rank it is a plain embedding.
 
-    All ranks must call the layer equally often: also in ``model.predict`` and ``model.evaluate``, each with as many
-    batches (:func:`hvdtrain.evaluate` and :func:`hvdtrain.predict` see to that). Batches may be empty. To save the
-    model, see :func:`~hvdtrain.layers.whole_tables`.
+    All ranks must call the layer equally often, also in ``model.predict`` and ``model.evaluate``: each with the same
+    number of batches (:func:`hvdtrain.evaluate` and :func:`hvdtrain.predict` see to that). Batches may be empty. To save
+    the model, see :func:`~hvdtrain.layers.whole_tables`.
 
     Args:
         input_dim: number of rows. An id that is not in ``[0, input_dim)`` raises an error on all ranks.

@@ -22,7 +22,7 @@ def update_in_groups(optimizer: keras.optimizers.Optimizer) -> Update:
     """Keras' update of variables, which it makes one by one; of a compiled step, each group waits for the one before.
 
     Otherwise TensorFlow may begin with the differences and squares of all variables: temporary tensors as large as the
-    model. An optimizer with an update of its own keeps it.
+    model. An optimizer that overrides its update keeps it.
 
     Returns:
         A function of gradients, variables and the learning rate.

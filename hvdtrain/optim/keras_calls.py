@@ -223,7 +223,7 @@ _dataset_of_epoch_here = keras_internals.EPOCH_DATASET.of(_epoch_iterator)
 
 def _untuned_dataset_of_epoch(self: Any) -> Any:
     dataset = _dataset_of_epoch_here(self)
-    # A strategy of tf.distribute has datasets of its own.
+    # A strategy of tf.distribute has its own kind of datasets.
     return without_autotuning(dataset) if isinstance(dataset, tf.data.Dataset) else dataset
 
 
@@ -396,7 +396,7 @@ def call_weigh_and_mark(optimizer: Any) -> None:
         if pipeline.divert is not None:
             pipeline.divert(grads, trainable_variables)
             return
-        # By this optimizer or, where several apply the gradients of one loss, by another one.
+        # By this optimizer or, where several apply the gradients of one loss, by another.
         were_weighed = was_weighed or are_of_weighed_losses(grads)
         marked = _marked(pipeline, grads, _known_variables(optimizer, trainable_variables), were_weighed)
         was_weighed = False
@@ -544,7 +544,7 @@ def _without_overwritten(variables: Sequence[keras.Variable], pipeline: Gradient
 def _reduced_first(
     optimizer: Any, gradients: Sequence[Gradient | None], variables: Sequence[keras.Variable]
 ) -> Iterator[list[Gradient | None]]:
-    """Reduces gradients for an optimizer with an ``apply`` of its own, which may change them before Keras' stages."""
+    """Reduces gradients for an optimizer that overrides ``apply``, and so may change them before Keras' stages."""
     pipeline = require_pipeline(optimizer)
     result = list(gradients)
     if pipeline.reduce.is_done or not pipeline.reduce.collectives.reduces:

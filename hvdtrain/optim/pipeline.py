@@ -132,7 +132,7 @@ def in_scope(pipelines: Pipelines) -> Iterator[Scope]:
 
 @contextlib.contextmanager
 def replaced_pipelines(replacement: Replacement) -> Iterator[None]:
-    """In the block, every optimizer has another pipeline instead of its own, also one that is not known here."""
+    """In the block, every optimizer uses a replacement for its pipeline, including optimizers not known here."""
     with _as_current(Scope({}, replacement=replacement)):
         yield
 

@@ -1,4 +1,4 @@
-"""A line at the end of a long ``model.fit`` that made many short steps, each in a call of its own."""
+"""A line at the end of a long ``model.fit`` that made many short steps, each in a separate call."""
 
 import functools
 import time

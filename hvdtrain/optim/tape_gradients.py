@@ -85,7 +85,7 @@ def _is_own(train_step: Callable[[Any], Any]) -> bool:
 
 
 def forget(model: keras.Model) -> None:
-    """Has the next ``train_step`` of a model examined: it may be another one."""
+    """Examines the model's ``train_step`` again: it may have been replaced."""
     _are_used_of.pop(model, None)
 
 

@@ -113,7 +113,7 @@ class Task:
         except TypeError as error:
             raise UsageError(
                 "a task's model must have Keras' compile, with the arguments optimizer, loss and metrics. Received: "
-                f"{type(model).__name__}.compile, of its own ({error}). Compile the model in the function model, and "
+                f"an overridden {type(model).__name__}.compile ({error}). Compile the model in the function model, and "
                 "set the task's optimizer to None."
             ) from None
         return model

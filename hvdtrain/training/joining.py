@@ -23,7 +23,7 @@ class MembershipChange(Exception):  # noqa: N818
 
 
 class LoopState(Protocol):
-    """What the ranks of a loop have in common, and how a rank takes it over from another one."""
+    """What the ranks of a loop have in common, and how a rank takes it over from another."""
 
     remedy: str
     """The remedy if the state was lost with the ranks that had it."""

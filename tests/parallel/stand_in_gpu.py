@@ -48,7 +48,7 @@ def _install() -> None:
     tf.config.experimental.get_memory_info = lambda name: {"peak": 0}
     threading.Thread = Thread
     devices.own_gpu = lambda: _DEVICE
-    # Each rank has a GPU of its own.
+    # Each rank has its own GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(environment.launcher().rank)
     device("GPU").__enter__()
 

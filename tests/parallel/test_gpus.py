@@ -49,7 +49,7 @@ def test_ranks_that_share_a_device_are_refused_in_one_line(tmp_path):
     )
     refused = run_job([sys.executable, "-c", program], ranks=2, timeout_s=120, cwd=TESTS)
     assert refused.code == 64
-    assert "each rank must have a GPU of its own. Received: 2 ranks share 1 GPU(s)" in refused.only_message
+    assert "each rank must have its own GPU. Received: 2 ranks share 1 GPU(s)" in refused.only_message
 
 
 @needs_gpu
@@ -87,6 +87,6 @@ def test_a_gpu_is_shared_on_request_only(one_gpu, tmp_path):
     line = [*TRAIN, "--steps", "20", "--run-dir"]
     refused = run_job([*line, str(tmp_path / "refused")], ranks=2, timeout_s=120)
     assert refused.code != 0
-    assert "each rank must have a GPU of its own. Received: 2 ranks share 1 GPU(s)" in refused.only_message
+    assert "each rank must have its own GPU. Received: 2 ranks share 1 GPU(s)" in refused.only_message
     shared = run_job([*line, str(tmp_path / "shared"), "--share-gpus"], ranks=2, timeout_s=300)
     assert shared.code == 0, shared.output

@@ -90,7 +90,7 @@ class Coordinator:
                 self._end(StoppedEarly.exit_code)
 
     def ask_to_leave(self, worker: int, reason: str) -> None:
-        """Makes the process with this worker number leave, once another one has its state."""
+        """Makes the process with this worker number leave, once another process has its state."""
         for peer in self.peers:
             if peer.member is not None and peer.worker == worker:
                 self._leave(peer, peer.member, reason, may_wait=True)

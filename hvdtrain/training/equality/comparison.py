@@ -37,7 +37,7 @@ class Deviation:
 class Comparison:
     """Compares steps with that of one process, and has each apply the gradients of that one.
 
-    So no difference becomes another one: what an optimizer makes of equal gradients must be equal.
+    So one difference does not cause others: what an optimizer makes of equal gradients must be equal.
 
     Args:
         whole: what one process does.

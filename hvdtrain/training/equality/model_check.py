@@ -69,5 +69,5 @@ def _why_unchecked(model: keras.Model, collectives: Collectives) -> str | None:
         if op == "adasum" or (op == "sum" and not sums_over_batch(model, op, gradient_accumulation_steps=1)):
             return f"op={op!r} makes other updates of losses that are means"
         if pipeline.reduce.local_variables():
-            return "each rank trains layers of its own"
+            return "each rank trains its own layers"
     return None

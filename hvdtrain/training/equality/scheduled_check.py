@@ -116,7 +116,7 @@ class ScheduledCheck:
             return None
         everyone = self._collectives.allgather(sharded_order.noted())
         if len({len(each) for each in everyone}) > 1 or all(each == everyone[0] for each in everyone):
-            return None  # A rank may shard data of its own.
+            return None  # Ranks may shard different data.
         return Finding({}, unequal=_OTHER_ORDER)
 
     def _act(self, finding: Finding) -> None:

@@ -208,7 +208,7 @@ class CheckedStep:
         except ValueError:  # A train_step of one's own leaves metrics of compile() unbuilt.
             return {}
         if any(pipeline.reduce.config.op == "sum" for _, pipeline in pipelines_of(self._model)):
-            values.pop("loss", None)  # Each rank's is of its own samples.
+            values.pop("loss", None)  # On each rank, it is that of its samples.
         return {name: np.asarray(each) for name, each in values.items()}
 
     def _changes(self, written: WrittenVariables, ranks: Collectives) -> dict[str, Change]:
