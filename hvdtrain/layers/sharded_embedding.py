@@ -31,8 +31,8 @@ class ShardedEmbedding(keras.layers.Embedding):
     one rank it is a plain embedding.
 
     All ranks must call the layer equally often, also in ``model.predict`` and ``model.evaluate``: each with the same
-    number of batches (:func:`hvdtrain.evaluate` and :func:`hvdtrain.predict` see to that). Batches may be empty. To save
-    the model, see :func:`~hvdtrain.layers.whole_tables`.
+    number of batches (:func:`hvdtrain.evaluate` and :func:`hvdtrain.predict` see to that). Batches may be empty. To
+    save the model, see :func:`~hvdtrain.layers.whole_tables`.
 
     Args:
         input_dim: number of rows. An id that is not in ``[0, input_dim)`` raises an error on all ranks.

@@ -12,12 +12,14 @@ from hvdtrain.distributed.agreement import ranks_text, require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.data_length import lengths_noted, training_length
 from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.pipeline import pipelines_of, require_pipelines
 from hvdtrain.optim.rank_policy import require_own_places, require_savable
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
+_REPEAT = "Repeat the data (dataset.repeat()), or set steps_per_epoch to what every rank has."
 
 
 class EqualSteps:
@@ -31,7 +33,10 @@ class EqualSteps:
         self._model = model
         self._steps_per_epoch = steps_per_epoch
         self._collectives = collectives
-        all_ranks = collectives.allgather(steps_per_epoch)
+        everyone = collectives.allgather((steps_per_epoch, training_length()))
+        all_ranks, lengths = [steps for steps, _ in everyone], {length for _, length in everyone}
+        # All ranks then have the same number of steps in each epoch, also if the data ends before the epoch.
+        self._have_equal_data = len(lengths) == 1 and None not in lengths
         if len(set(all_ranks) - {None}) > 1:
             fewest = min(each for each in all_ranks if each is not None)
             found = ", ".join(f"{each} on rank {rank}" for rank, each in enumerate(all_ranks))
@@ -63,18 +68,19 @@ class EqualSteps:
         ended = self._steps.end()
         if len(ended) < self._collectives.size:
             names = ranks_text(ended, [""] * self._collectives.size)
-            raise self._error(f"{names} ended epoch {self._epoch + 1} after {made} steps")
-        if self._steps_per_epoch is None or self._model.stop_training:
+            raise UsageError(
+                f"{_RULE} Received: {names} ended epoch {self._epoch + 1} after {made} steps, and other ranks have "
+                f"more data. {_REMEDY}"
+            )
+        if self._steps_per_epoch is None or self._have_equal_data or self._model.stop_training:
             return
         if made < self._steps_per_epoch:
-            # Raised on this rank only: the others are in a step that it will not make, and end with the job.
-            rank = self._collectives.rank
-            raise self._error(
-                f"rank {rank} ended epoch {self._epoch + 1} after {made} of {self._steps_per_epoch} steps"
+            # Raised on this rank only: others that have more data are in a step that it will not make, and end with
+            # the job.
+            raise UsageError(
+                f"{_RULE} Received: the data of rank {self._collectives.rank} ended in epoch {self._epoch + 1} after "
+                f"{made} of {self._steps_per_epoch} steps, and a rank that has more would wait for it. {_REPEAT}"
             )
-
-    def _error(self, found: str) -> UsageError:
-        return UsageError(f"{_RULE} Received: {found}, and other ranks have more data. {_REMEDY}")
 
 
 class RequireEqualRanks(keras.callbacks.Callback):
@@ -162,7 +168,8 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
                 call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(callbacks, collectives)]
         try:
-            return fit(*call.args, **call.kwargs)
+            with lengths_noted():
+                return fit(*call.args, **call.kwargs)
         finally:
             for each in callbacks if not is_list else ():
                 if hasattr(each, "fit_ends"):

@@ -44,6 +44,7 @@ from hvdtrain.distributed.weighted_gradients import GradientWeight
 from hvdtrain.errors import UsageError
 from hvdtrain.optim import global_loss, tape_gradients
 from hvdtrain.optim.batch_weights import batch_weight, weighted
+from hvdtrain.optim.data_length import note_length
 from hvdtrain.optim.ema import after_last_micro_batch
 from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.evaluated_values import with_values_over_ranks
@@ -219,6 +220,13 @@ for _built_in_step in (keras_internals.METRICS_OF_COMPILE.value(), keras_interna
 
 _epoch_iterator = keras_internals.EPOCH_ITERATOR.value()
 _dataset_of_epoch_here = keras_internals.EPOCH_DATASET.of(_epoch_iterator)
+_make_epoch_iterator = _epoch_iterator.__init__
+
+
+@functools.wraps(_make_epoch_iterator)
+def _make_and_note_length(self: Any, *arguments: Any, **named: Any) -> None:
+    _make_epoch_iterator(self, *arguments, **named)
+    note_length(self.data_adapter.num_batches)
 
 
 def _untuned_dataset_of_epoch(self: Any) -> Any:
@@ -228,6 +236,7 @@ def _untuned_dataset_of_epoch(self: Any) -> Any:
 
 
 keras_internals.EPOCH_DATASET.set(_epoch_iterator, _untuned_dataset_of_epoch)
+_epoch_iterator.__init__ = _make_and_note_length
 
 
 def make_test_function(model: Any, run: Callable[[Callable[[Any], Any], Any], Any]) -> None:

@@ -384,6 +384,31 @@ def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(callbacks, nam
         fit(callbacks(), model, x=short, **arguments)
 
 
+@WITH_AND_WITHOUT
+def test_an_epoch_that_ends_with_the_data_ends_on_all_ranks(callbacks):
+    """Keras warns, and begins the data again in the next epoch."""
+    options = {"epochs": 3, "steps_per_epoch": 5, "shuffle": False, "validation_data": None, "verbose": 0}
+    alone = dense_model()
+    alone.compile(keras.optimizers.SGD(0.1), loss())
+    model = compiled()
+    hvdtrain.broadcast(model)
+    alone.set_weights(model.get_weights())
+    with pytest.warns(UserWarning, match="ran out of data"):
+        expected = alone.fit(X, Y, batch_size=SIZE * BATCH, **options).history["loss"]
+    with pytest.warns(UserWarning, match="ran out of data"):
+        _, history = fit(callbacks(), model, **options)
+    assert int(model.optimizer.iterations) == 5 + 3 + 5
+    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-5
+    if callbacks is distributed:
+        assert history["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@WITH_AND_WITHOUT
+def test_data_of_unknown_length_that_ends_before_its_epoch_is_reported(callbacks):
+    with pytest.raises(UsageError, match=rf"the data of rank {RANK} ended in epoch 1 after 8 of 9 steps, and a rank"):
+        fit(callbacks(), x=of_unknown_length(), y=None, batch_size=None, steps_per_epoch=9, validation_data=None)
+
+
 def test_callbacks_that_decide_differently_are_detected_without_distributed():
     def stop(epoch, logs):
         model.stop_training = epoch == 1 and RANK == 1
