@@ -1,7 +1,7 @@
 """Layers with an ``adapt`` method, such as Normalization: not all of their state is in variables."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from hvdtrain.distributed.distinct_values import gather_distinct, most_common
 from hvdtrain.errors import DivergenceError
 from hvdtrain.seams import keras_internals
 from hvdtrain.system import network
-from hvdtrain.system.terminal import some_of
+from hvdtrain.system.terminal import report, some_of
 
 _VOCABULARY, _IDF_WEIGHTS = "get_vocabulary()", "idf_weights"
 _PLAIN = (bool, int, float, str, bytes, np.ndarray, np.generic)
@@ -24,7 +24,8 @@ def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
     """Copies the state of rank 0's layers to all ranks; all must call it after the broadcast of variables.
 
     Lookup tables, and attributes that are numbers, strings, arrays or lists of these: Keras' layers with ``adapt`` have
-    no other state, and a user's own should have none.
+    no other state, and a user's own should have none. If they differed, rank 0 says so: one
+    process would have adapted them to the data of all ranks.
 
     Raises:
         DivergenceError: on every rank: vocabularies have different sizes, on which the model's shapes depend.
@@ -32,17 +33,26 @@ def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
     layers = _adaptable(model)
     if not layers or collectives.size == 1:
         return
+    names = _names(layers)
     own = [_state(layer) for layer in layers]
     first = collectives.allgather(own if collectives.rank == 0 else None)[0]
-    all_sizes = collectives.allgather([len(each.get(_VOCABULARY, [])) for each in own])
+    everyone = collectives.allgather([(len(each.get(_VOCABULARY, [])), _digest(_digests(each))) for each in own])
     for i, layer in enumerate(layers):
-        sizes = [each[i] for each in all_sizes]
+        sizes = [each[i][0] for each in everyone]
         if len(set(sizes)) > 1 and layer.output_mode != "int" and not layer.pad_to_max_tokens:
             found = some_of([f"{size} on rank {rank}" for rank, size in enumerate(sizes)])
             raise DivergenceError(
-                f"replicas must be equal. The number of words of layer {layer.name!r}, on which shapes depend, is "
+                f"replicas must be equal. The number of words of layer {names[i]!r}, on which shapes depend, is "
                 f"{found}. Adapt it on the same data on every rank."
             )
+    differing = sorted({names[i] for i in range(len(layers)) if len({each[i][1] for each in everyone}) > 1})
+    if differing and collectives.rank == 0:
+        report(
+            0,
+            f"ranks have adapted {some_of([repr(name) for name in differing])} to different data, such as their parts "
+            "from hvdtrain.shard. All ranks now use what rank 0 found in its part, where one process would have used "
+            "all of the data: adapt layers before hvdtrain.shard.",
+        )
     for layer, before, state in zip(layers, own, first, strict=True):
         _assign(layer, before, state)
 
@@ -56,19 +66,19 @@ def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, s
     layers = _adaptable(model)
     if not layers or collectives.size == 1:
         return
-    own = [{name: _digest(value) for name, value in _state(layer).items()} for layer in layers]
+    own = [_digests(_state(layer)) for layer in layers]
     states = gather_distinct(own, collectives)
     if all(each == states[0] for each in states):
         return
     hosts = collectives.allgather(network.host_name())
-    for i, layer in enumerate(layers):
+    for i, layer_name in enumerate(_names(layers)):
         for name in sorted({name for each in states for name in each[i]}):
             values = [each[i].get(name, b"") for each in states]
             usual = most_common(values)
             others = [rank for rank, value in enumerate(values) if value != usual]
             if others:
                 raise DivergenceError(
-                    f"replicas must be equal. At step {step} {name} of layer {layer.name!r} of "
+                    f"replicas must be equal. At step {step} {name} of layer {layer_name!r} of "
                     f"{ranks_text(others, hosts)} differs from the other ranks'. Adapt layers before "
                     "hvdtrain.broadcast(model), which copies rank 0's state to all ranks."
                 )
@@ -76,6 +86,15 @@ def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, s
 
 def _adaptable(model: keras.Model) -> list[keras.layers.Layer]:
     return [layer for layer in keras_internals.FLATTEN_LAYERS.of(model)() if hasattr(layer, "adapt")]
+
+
+def _names(layers: Sequence[keras.layers.Layer]) -> list[str]:
+    """Names for messages: a lookup that is part of a TextVectorization has the name of that, which users know."""
+    names: dict[int, str] = {}
+    for layer in layers:
+        for part in keras_internals.FLATTEN_LAYERS.of(layer)():
+            names.setdefault(id(part), layer.name)
+    return [names[id(layer)] for layer in layers]
 
 
 def _state(layer: Any) -> dict[str, Any]:
@@ -112,6 +131,10 @@ def _plain(value: Any) -> Any:
         plain: Any = list(value) if isinstance(value, list) else tuple(value)
         return plain if all(isinstance(each, _PLAIN) for each in value) else None
     return value if isinstance(value, _PLAIN) else None
+
+
+def _digests(state: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: _digest(value) for name, value in sorted(state.items())}
 
 
 def _digest(value: Any) -> bytes:

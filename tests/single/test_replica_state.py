@@ -86,14 +86,19 @@ ADAPTABLE = [
 
 
 @pytest.mark.parametrize(("make", "data", "other", "inputs"), ADAPTABLE, ids=lambda each: getattr(each, "__name__", ""))
-def test_adapted_layers_compute_as_rank_0s(make, data, other, inputs):
+def test_adapted_layers_compute_as_rank_0s(make, data, other, inputs, capsys):
     models = [adapted(make(), data), adapted(make(), other)]
     expected, before = (np.asarray(model(inputs)) for model in models)
     assert not np.array_equal(expected, before)
     with pytest.raises(DivergenceError, match=r"At step 7 .* of layer .* of rank 1 differs"):
         pair(lambda model, collectives: require_equal_adapted_layers(model, collectives, 7), models)
+    capsys.readouterr()
     pair(share_adapted_layers, models)
+    told = capsys.readouterr().err
+    assert told.count("to different data") == told.count(f"ranks have adapted {models[0].layers[-1].name!r}") == 1
     pair(lambda model, collectives: require_equal_adapted_layers(model, collectives, 7), models)
+    pair(share_adapted_layers, models)
+    assert "to different data" not in capsys.readouterr().err
     np.testing.assert_array_equal(np.asarray(models[0](inputs)), expected)
     np.testing.assert_array_equal(np.asarray(models[1](inputs)), expected)
     np.testing.assert_array_equal(np.asarray(tf.function(models[1])(tf.constant(inputs))), expected)
