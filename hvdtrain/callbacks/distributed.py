@@ -126,7 +126,6 @@ class DistributedCallbacks(keras.callbacks.Callback):
         return self._own if self._checkpoint is None else [*self._own, self._checkpoint]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
         require_agreement("callbacks", {"those that decide": self._names}, self._collectives, remedy=PASS_ALL_CALLBACKS)
         require_whole_ema(self.model, self._own)
         require_savable(self.model, self._own)

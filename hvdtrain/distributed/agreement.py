@@ -24,25 +24,26 @@ def require_agreement(
     Raises:
         DisagreementError: on every rank, with the differences, if a fact is not the same everywhere.
     """
+    if found := differences(facts, collectives):
+        raise DisagreementError(f"all ranks must have the same {what}. Received: {found}. {remedy}")
+
+
+def differences(facts: Mapping[str, Any], collectives: Collectives) -> str:
+    """Which facts differ between ranks, for a message; empty if none does. All ranks must call it."""
     all_facts = gather_distinct({key: repr(value) for key, value in facts.items()}, collectives)
     if all(each == all_facts[0] for each in all_facts):
-        return
+        return ""
     hosts = collectives.allgather(network.host_name())
-    differences = []
+    found = []
     for key in sorted({key for each in all_facts for key in each}):
         by_value: dict[str, list[int]] = {}
         for rank, each in enumerate(all_facts):
             by_value.setdefault(each.get(key, "missing"), []).append(rank)
         if len(by_value) > 1:
             values = ", ".join(f"{value} on {ranks_text(ranks, hosts)}" for value, ranks in by_value.items())
-            differences.append(f"{key}: {values}")
-    if differences:
-        num_more = len(differences) - _MAX_DIFFERENCES
-        more = f"; and {num_more} more" if num_more > 0 else ""
-        raise DisagreementError(
-            f"all ranks must have the same {what}. Received: {'; '.join(differences[:_MAX_DIFFERENCES])}{more}. "
-            f"{remedy}"
-        )
+            found.append(f"{key}: {values}")
+    num_more = len(found) - _MAX_DIFFERENCES
+    return "; ".join(found[:_MAX_DIFFERENCES]) + (f"; and {num_more} more" if num_more > 0 else "")
 
 
 def require_same_call(name: str, collectives: Collectives) -> None:

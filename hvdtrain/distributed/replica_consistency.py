@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.adapted_layers import require_equal_adapted_layers, share_adapted_layers
-from hvdtrain.distributed.agreement import ranks_text
+from hvdtrain.distributed.agreement import ranks_text, require_agreement
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.distinct_values import most_common
+from hvdtrain.distributed.distinct_values import gather_distinct, most_common
 from hvdtrain.distributed.initial_seeds import share_seeds
 from hvdtrain.distributed.model_roles import note_replicated
 from hvdtrain.distributed.optimizers import build_optimizer, optimizer_variables, require_keras_model
@@ -46,6 +46,7 @@ def broadcast(
     seed. Python's, NumPy's and ``tf.random``'s streams stay the same on all ranks.
 
     Raises:
+        DisagreementError: on every rank: variables have different shapes or dtypes.
         DivergenceError: on every rank: vocabularies have different sizes, on which the model's shapes depend.
         UsageError: the model is not built.
     """
@@ -63,6 +64,7 @@ def broadcast(
             "call the model once on a batch."
         )
     build_optimizer(model)
+    _require_same_shapes(model, collectives)
     _report_foreign_variables(model, collectives)
     share_adapted_layers(model, collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
@@ -74,6 +76,14 @@ def broadcast(
     note_replicated(model)
     for variable in [*random_streams(model), *global_streams]:
         variable.assign(own_random_stream(variable.numpy(), collectives.rank))
+
+
+def _require_same_shapes(model: keras.Model, collectives: Collectives) -> None:
+    variables = [*model.weights, *optimizer_variables(model)]
+    everyone = gather_distinct([(tuple(each.shape), each.dtype) for each in variables], collectives)
+    # Names may differ, and only help to find what has another shape.
+    if any(each != everyone[0] for each in everyone):
+        require_agreement("model", structure(model), collectives, remedy="Make it of what all ranks have in common.")
 
 
 def _report_foreign_variables(model: keras.Model, collectives: Collectives) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.distributed.agreement import ranks_text, require_agreement
+from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.data_length import lengths_noted, training_length
 from hvdtrain.optim.ema import require_whole_ema
+from hvdtrain.optim.equal_programs import require_equal_programs
 from hvdtrain.optim.pipeline import pipelines_of, require_pipelines
 from hvdtrain.optim.rank_policy import require_own_places, require_savable
 
@@ -90,7 +91,6 @@ class RequireEqualRanks(keras.callbacks.Callback):
         others: this rank's other callbacks.
 
     Raises:
-        DisagreementError: ranks have different numbers of epochs.
         UsageError: ranks make different numbers of steps, stop after different epochs, or have different learning
             rates.
     """
@@ -101,7 +101,6 @@ class RequireEqualRanks(keras.callbacks.Callback):
         self._collectives = collectives
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        require_agreement("arguments of model.fit", {"epochs": self.params.get("epochs")}, self._collectives)
         require_own_places(self._others, self._collectives)
         self._steps = EqualSteps(self.model, self.params.get("steps"), self._collectives)
 
@@ -165,6 +164,7 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
         if collectives is not None and collectives.size > 1 and not is_list:
             require_whole_ema(model, callbacks)
             require_savable(model, callbacks)
+            require_equal_programs(model, call.arguments, collectives)
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
                 call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(callbacks, collectives)]
         try:

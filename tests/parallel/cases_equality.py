@@ -2,6 +2,7 @@
 
 import functools
 import random
+import re
 
 import keras
 import numpy as np
@@ -297,3 +298,15 @@ def test_verify_of_a_tape():
         model.optimizer.apply(gradients, model.trainable_variables)
 
     assert hvdtrain.verify(step, (X[:BATCH], Y[:BATCH]), model).unequal is None
+
+
+def test_different_models_are_named_as_a_possible_cause():
+    for rate, is_named in ((0.1 * (1 + RANK % 2), True), (0.1, False)):
+        model = network(layers.Dropout(rate), layers.Lambda(lambda x: x - ops.mean(x)))
+        model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        hvdtrain.broadcast(model)
+        finding = StepCheck(model.train_step, model, COLLECTIVES).run((X[:BATCH], Y[:BATCH]))
+        assert finding.unequal is not None
+        cause = r"may be the cause: rate of layer \d+ \(Dropout\): 0.1 on rank.* 0.*, 0.2 on rank.* 1"
+        assert bool(re.search(cause, finding.unequal)) == is_named
+        assert ("may be the cause" in finding.unequal) == is_named

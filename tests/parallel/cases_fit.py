@@ -341,10 +341,38 @@ def test_different_numbers_of_steps_are_refused_before_the_first(callbacks):
         fit(callbacks(), x=SHARD_X[:count], y=SHARD_Y[:count])
 
 
-@WITH_AND_WITHOUT
-def test_different_numbers_of_epochs_are_refused(callbacks):
-    with pytest.raises(DisagreementError, match=r"epochs: 1 on rank.* 0.*, 2 on rank.* 1"):
-        fit(callbacks(), epochs=1 + RANK % 2)
+IS_ODD = RANK % 2
+DIFFERENT = {
+    "epochs": (compiled, {"epochs": 1 + IS_ODD}, "1 on rank.* 0.*, 2 on rank.* 1"),
+    "initial_epoch": (compiled, {"initial_epoch": IS_ODD}, "0 on rank.* 0.*, 1 on rank.* 1"),
+    "class_weight": (compiled, {"class_weight": {0: 1.5 + IS_ODD}}, "{'0': 1.5} on rank.* 0.*, {'0': 2.5} on rank.* 1"),
+    "steps_per_execution": (lambda: compiled(steps_per_execution=1 + IS_ODD), {}, "1 on rank.* 0.*, 2 on rank.* 1"),
+    "run_eagerly": (lambda: compiled(run_eagerly=RANK == 0), {}, "True on rank 0, False on rank.* 1"),
+    "metrics": (lambda: compiled(metrics=["accuracy"] if RANK else None), {}, r"missing on rank 0, \['accuracy'\] on"),
+    "clipnorm of SGD": (lambda: compiled(keras.optimizers.SGD(clipnorm=1.0 + IS_ODD)), {}, "1.0 on rank.* 0.*, 2.0 on"),
+}
+
+
+@pytest.mark.parametrize("callbacks", [distributed, list])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_arguments_are_refused_before_the_first_step(callbacks, name):
+    make_model, arguments, found = DIFFERENT[name]
+    with pytest.raises(DisagreementError, match=f"fit, compile and the optimizer. Received: {name}: .*{found}"):
+        fit(callbacks(), make_model(), **arguments)
+
+
+def test_rates_of_rank_0_are_broadcast_when_training_begins():
+    model = compiled(keras.optimizers.SGD(0.1 + RANK))
+    model.fit(
+        SHARD_X, SHARD_Y, batch_size=BATCH, verbose=0, callbacks=distributed([BroadcastGlobalVariablesCallback(0)])
+    )
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+
+
+def test_models_of_other_shapes_are_refused_before_they_are_broadcast():
+    model = compiled(model=keras.Sequential([layers.Input((6,)), layers.Dense(2 + IS_ODD)]))
+    with pytest.raises(DisagreementError, match=r"the same model. Received: model variable 0: .*\(6, 2\)"):
+        hvdtrain.broadcast(model)
 
 
 def of_unknown_length(count=None) -> tf.data.Dataset:

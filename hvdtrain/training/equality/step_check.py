@@ -19,6 +19,7 @@ from hvdtrain.seams import keras_internals
 from hvdtrain.training.equality.check_memory import lacking_memory
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.compiled_recurrence import compiled_recurrence
+from hvdtrain.training.equality.different_models import differences_of_models
 from hvdtrain.training.equality.draws import Draws
 from hvdtrain.training.equality.frozen_weights import frozen_weights
 from hvdtrain.training.equality.places import first_place, noted_places
@@ -124,6 +125,14 @@ class StepCheck:
             DivergenceError: on every rank: replicas are not equal any more.
             UsageError: on every rank: a metric's state does not start at 0.
         """
+        finding = self._find(batch)
+        if finding.unequal is None or not (found := differences_of_models(self._model, self._collectives)):
+            return finding
+        return dataclasses.replace(
+            finding, unequal=f"{finding.unequal}. The models of the ranks differ, which may be the cause: {found}"
+        )
+
+    def _find(self, batch: Any) -> Finding:
         if self.is_within_update:
             return Finding({}, unchecked="an optimizer holds gradients of micro-batches; check it after an update")
         self._require_equal_replicas()
