@@ -1,6 +1,5 @@
-"""Refuses a ``model.fit`` for which ranks have different arguments or optimizers: they would wait, or diverge."""
+"""Refuses a ``model.fit`` for which ranks have different arguments: they would wait, or train on other terms."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,9 +7,7 @@ import keras
 
 from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
-from hvdtrain.distributed.descriptions import configuration, described
-from hvdtrain.distributed.optimizers import leaves_of
-from hvdtrain.optim.pipeline import pipelines_of
+from hvdtrain.distributed.descriptions import described
 from hvdtrain.seams import keras_internals
 
 _REMEDY = (
@@ -20,9 +17,7 @@ _REMEDY = (
 
 
 def require_equal_programs(model: keras.Model, arguments: Mapping[str, Any], collectives: Collectives) -> None:
-    """Compares, before ``model.fit``, its arguments and those of the optimizers. All ranks must call it.
-
-    Learning rates are compared after each epoch instead: those of rank 0 may be broadcast when training begins.
+    """Compares, before ``model.fit``, its arguments and those of ``compile``. All ranks must call it.
 
     Args:
         arguments: of ``model.fit``.
@@ -37,26 +32,9 @@ def require_equal_programs(model: keras.Model, arguments: Mapping[str, Any], col
         "steps_per_execution": model.steps_per_execution,
         "run_eagerly": model.run_eagerly,
         "dtype policies": sorted({layer.dtype_policy.name for layer in keras_internals.FLATTEN_LAYERS.of(model)()}),
-        **optimizer_facts(model),
         **_metric_facts(model),
     }
-    require_agreement("arguments of model.fit, compile and the optimizer", facts, collectives, remedy=_REMEDY)
-
-
-def optimizer_facts(model: keras.Model) -> dict[str, Any]:
-    """The arguments of a model's optimizers, except for learning rates."""
-    facts: dict[str, Any] = {}
-    leaves = leaves_of(model)
-    for number, leaf in enumerate(leaves):
-        name = type(leaf).__name__ + (f" {number}" if len(leaves) > 1 else "")
-        facts[f"optimizer {number}"] = type(leaf).__name__
-        for key, value in configuration(leaf).items():
-            if key != "learning_rate":
-                facts[f"{key} of {name}"] = value
-    for number, (_, pipeline) in enumerate(pipelines_of(model)):
-        reduction = dataclasses.asdict(pipeline.reduce.config)
-        facts |= {f"{key} of DistributedOptimizer {number}": value for key, value in reduction.items()}
-    return facts
+    require_agreement("arguments of model.fit and compile", facts, collectives, remedy=_REMEDY)
 
 
 def _metric_facts(model: keras.Model) -> dict[str, Any]:

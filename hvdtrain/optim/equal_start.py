@@ -1,4 +1,4 @@
-"""Checks at a distributed optimizer's first reduction that replicas are equal."""
+"""Checks at a distributed optimizer's first reduction that replicas and optimizers are equal."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,12 +7,14 @@ import tensorflow as tf
 
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.initial_seeds import first_with_other_seed
 from hvdtrain.distributed.optimizers import is_accumulator
 from hvdtrain.distributed.replica_consistency import first_difference
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import path_of, resource_of
 from hvdtrain.errors import DivergenceError, UsageError
+from hvdtrain.optim.equal_optimizers import require_equal_optimizers
 
 
 class EqualStart:
@@ -51,14 +53,22 @@ class EqualStart:
             if only := [name for name in everyone[0] if name not in each]:
                 raise UsageError(_other_operations(f"{only[0]!r} on rank 0, and not on rank {rank}"))
 
-    def require(self, variables: Sequence[keras.Variable], collectives: Collectives) -> None:
-        """Compares the variables at the first call. All ranks must call it when they trace or make their first step.
+    def require(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        reduction: ReductionConfig,
+        variables: Sequence[keras.Variable],
+        collectives: Collectives,
+    ) -> None:
+        """Compares optimizer and variables at the first call. All ranks must call it when they trace their first step.
 
         Args:
+            reduction: how the optimizer's gradients are combined.
             variables: all that the optimizer updates, its own included. Of sharded tables, the seeds of their rows are
                 compared.
 
         Raises:
+            DisagreementError: on every rank, if optimizers have different arguments.
             DivergenceError: on every rank, if replicas are not equal.
         """
         if self._is_compared:
@@ -68,6 +78,7 @@ class EqualStart:
             if not all(resource_of(variable).is_initialized() for variable in variables):
                 return
             self._is_compared = True
+            require_equal_optimizers(optimizer, reduction, collectives)
             if self._broadcast is not None:
                 self._broadcast()
             replicated = [each for each in whole_variables(variables) if not is_accumulator(path_of(each))]

@@ -505,7 +505,8 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
             )
             is_local = pipeline.reduce.are_local(own.variables)
             shared = [variable for variable, local in zip(own.variables, is_local, strict=True) if not local]
-            pipeline.start.require([*shared, *whole_variables(optimizer.variables)], pipeline.reduce.collectives)
+            variables = [*shared, *whole_variables(optimizer.variables)]
+            pipeline.start.require(optimizer, pipeline.reduce.config, variables, pipeline.reduce.collectives)
         return reduce_check_and_clip(pipeline, own, gradients)
 
     def decay(variables: Sequence[keras.Variable]) -> None:

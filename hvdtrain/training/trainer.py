@@ -22,7 +22,6 @@ from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
 from hvdtrain.loggers.reporter import Reporter, RunShape
 from hvdtrain.optim.ema import ema_weights, keep_ema_weights, keeps_ema
-from hvdtrain.optim.equal_programs import optimizer_facts
 from hvdtrain.optim.only_checks import end_if_only_checking
 from hvdtrain.optim.rank_policy import PASS_ALL_CALLBACKS
 from hvdtrain.system import processes
@@ -279,13 +278,12 @@ class Trainer:
             "steps": self.total_steps,
             "checkpointer": "none" if self._checkpointer is None else "given",
             "synchronized BatchNormalization layers": self.parts.num_synchronized,
-            **optimizer_facts(self.model),
         }
         # First, because some callbacks change arguments.
         require_agreement(
             "callbacks", {"callbacks": self._callbacks.names}, self._collectives, remedy=PASS_ALL_CALLBACKS
         )
-        require_agreement("arguments of Trainer and the optimizer", arguments, self._collectives)
+        require_agreement("arguments of Trainer", arguments, self._collectives)
         evaluation = self._data.evaluation
         require_agreement("evaluation data", {} if evaluation is None else evaluation.facts(), self._collectives)
         parts = self.parts

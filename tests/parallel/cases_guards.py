@@ -9,7 +9,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.distributed import runtime
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import DisagreementError, UsageError
 from hvdtrain.optim import own_loops
 
 
@@ -47,6 +47,23 @@ def test_a_model_that_ranks_would_train_alone():
     model.compile("adam", "mse")
     with pytest.raises(UsageError, match=r"its optimizer must be distributed. Received: .* with adam"):
         model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "found"),
+    [
+        ({"momentum": 0.5 + 0.25 * (RANK % 2)}, {}, r"momentum: 0\.5 on rank.* 0.*, 0\.75 on rank.* 1"),
+        ({}, {"groups": 1 + RANK % 2}, r"groups: 1 on rank.* 0.*, 2 on rank.* 1"),
+    ],
+)
+def test_optimizers_have_the_same_arguments_in_a_loop_too(arguments, options, found):
+    model = network()
+    optimizer = hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1 + RANK, **arguments), **options)
+    model.compile(optimizer)
+    hvdtrain.broadcast(model)
+    weights = model.trainable_variables
+    with pytest.raises(DisagreementError, match=f"same arguments of the optimizer. Received: {found}"):
+        optimizer.apply([tf.zeros(each.shape) for each in weights], weights)
 
 
 def test_ranks_have_gradients_of_the_same_variables():
