@@ -132,7 +132,10 @@ def _make_train_function_over_ranks(self: Any, force: bool = False) -> None:
     """
     jit_compile = self.jit_compile
     tape_gradients.forget(self)
-    reduces = any(pipeline.reduce.collectives.reduces for _, pipeline in pipelines_of(self))
+    all_collectives = [pipeline.reduce.collectives for _, pipeline in pipelines_of(self)]
+    reduces = any(each.reduces for each in all_collectives)
+    if reduces:
+        synchronize_batch_normalization(self, all_layers=False, collectives=all_collectives[0])
     restore = replace_method(self, "train_step", functools.partial(_run_in_fit, self, self.train_step))
     keras_internals.JIT_COMPILE.set(self, jit_compile and not reduces)
     try:

@@ -536,6 +536,21 @@ def test_a_validation_split_of_shards_is_that_of_one_process():
     assert {name: pytest.approx(each, rel=1e-5) for name, each in expected.items()} == history
 
 
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}])
+def test_synchronized_batch_normalization_is_that_of_one_process(options):
+    def make_model():
+        normalization = layers.BatchNormalization(synchronized=True)
+        keras.utils.set_random_seed(7)
+        hidden = layers.Dense(8, use_bias=False)
+        return keras.Sequential([layers.Input((6,)), hidden, normalization, layers.Dense(NUM_CLASSES)])
+
+    alone = make_model()
+    alone.compile(keras.optimizers.SGD(0.1), loss())
+    alone.fit(X, Y, batch_size=SIZE * BATCH, epochs=2, shuffle=False, verbose=0)
+    model, _ = fit(distributed(), compiled(model=make_model(), **options), epochs=2, shuffle=False)
+    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-4
+
+
 def test_layers_adapted_on_shards_compute_alike_on_all_ranks():
     normalization = layers.Normalization()
     normalization.adapt(SHARD_X + 10 * RANK)
