@@ -7,6 +7,7 @@ computing sample variances", 1979.
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
@@ -14,6 +15,18 @@ from hvdtrain.distributed.weighted_gradients import GradientWeight, of_weighted_
 from hvdtrain.seams import keras_internals
 
 Moments = Callable[[tf.Tensor, tf.Tensor | None], tuple[tf.Tensor, tf.Tensor]]
+
+
+def lone_layer(model: keras.Model) -> str | None:
+    """The name of a layer made with ``synchronized=True`` that computes over each rank's samples; None: no such layer.
+
+    ``synchronize_batch_normalization`` was not called for the model: Keras alone synchronizes under ``tf.distribute``.
+    """
+    for layer in keras_internals.FLATTEN_LAYERS.of(model)():
+        is_asked = isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+        if is_asked and keras_internals.MOMENTS.name not in vars(layer):
+            return str(layer.name)
+    return None
 
 
 def moments_over_ranks(

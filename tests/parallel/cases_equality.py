@@ -310,3 +310,15 @@ def test_different_models_are_named_as_a_possible_cause():
         cause = r"may be the cause: rate of layer \d+ \(Dropout\): 0.1 on rank.* 0.*, 0.2 on rank.* 1"
         assert bool(re.search(cause, finding.unequal)) == is_named
         assert ("may be the cause" in finding.unequal) == is_named
+
+
+def test_layers_that_only_seem_synchronized_are_named():
+    model = network(layers.BatchNormalization(synchronized=True, name="seems"))
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    hvdtrain.broadcast(model)
+    check = StepCheck(model.train_step, model, COLLECTIVES)
+    found = check.run((X[:BATCH], Y[:BATCH])).unequal
+    assert found is not None
+    assert "layer 'seems', which normalizes over those of each rank" in found
+    hvdtrain.synchronize_batch_normalization(model, all_layers=False)
+    assert check.run((X[:BATCH], Y[:BATCH])).unequal is None

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.distributed.batch_norm import lone_layer
 from hvdtrain.distributed.bounded_messages import num_bytes
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
@@ -55,6 +56,11 @@ _PERTURBATIONS = (128, 64, 32, 16, 8, 4, 2, 1)
 _MAX_TABLE_BYTES = 256 << 20
 # The rounding of a few steps does not show the largest that may occur.
 _SAFETY = 4
+
+_LONE_LAYER = (
+    "BatchNormalization(synchronized=True) must normalize over the samples of all ranks. Received: layer {!r}, which "
+    "normalizes over those of each rank. Call hvdtrain.synchronize_batch_normalization(model) before the loop"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,8 @@ class StepCheck:
             return Finding({}, unchecked="a rank has no samples")
         if samples.are_the_same:
             return Finding({}, unequal=SAME_SAMPLES)
+        if self._collectives.reduces and (name := lone_layer(self._model)) is not None:
+            return Finding({}, unequal=_LONE_LAYER.format(name))
         if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
             size = f"{table_bytes / 1e9:,.1f} GB"
             return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
