@@ -17,16 +17,15 @@ from hvdtrain.seams import keras_internals
 Moments = Callable[[tf.Tensor, tf.Tensor | None], tuple[tf.Tensor, tf.Tensor]]
 
 
-def lone_layer(model: keras.Model) -> str | None:
-    """The name of a layer made with ``synchronized=True`` that computes over each rank's samples; None: no such layer.
+def layers_of_each_rank(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """The trained layers that normalize over the samples of each rank alone.
 
-    ``synchronize_batch_normalization`` was not called for the model: Keras alone synchronizes under ``tf.distribute``.
+    Those made with ``synchronized=True`` are among them if ``synchronize_batch_normalization`` was not called for the
+    model: Keras alone synchronizes under ``tf.distribute``.
     """
-    for layer in keras_internals.FLATTEN_LAYERS.of(model)():
-        is_asked = isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
-        if is_asked and keras_internals.MOMENTS.name not in vars(layer):
-            return str(layer.name)
-    return None
+    layers = keras_internals.FLATTEN_LAYERS.of(model)()
+    found = [each for each in layers if isinstance(each, keras.layers.BatchNormalization) and each.trainable]
+    return [each for each in found if keras_internals.MOMENTS.name not in vars(each)]
 
 
 def moments_over_ranks(

@@ -78,10 +78,10 @@ class MeanStep(keras.Model):
 
 
 EQUAL_WITH_DIFFERENT_SIZES = {
-    "draws": lambda: (network(layers.BatchNormalization(), layers.Dropout(0.5), Noise()), mean_square),
+    "draws": lambda: (network(layers.BatchNormalization(synchronized=True), layers.Dropout(0.5), Noise()), mean_square),
     "masked": lambda: (network(), Masked()),
-    "whole batch": lambda: (network(layers.BatchNormalization()), hvdtrain.WholeBatch(Spread())),
-    "own step": lambda: (network(layers.BatchNormalization(), kind=MeanStep), None),
+    "whole batch": lambda: (network(layers.BatchNormalization(synchronized=True)), hvdtrain.WholeBatch(Spread())),
+    "own step": lambda: (network(layers.BatchNormalization(synchronized=True), kind=MeanStep), None),
 }
 
 
@@ -149,7 +149,7 @@ def test_the_trainer_weighs_an_uneven_step(monkeypatch):
 
     rows = []
     monkeypatch.setattr(step_check, "Draws", lambda given, seed: rows.append(given) or Draws(given, seed))
-    train(layers.Dropout(0.5), layers.BatchNormalization())
+    train(layers.Dropout(0.5), layers.BatchNormalization(synchronized=True))
     assert (found[-1].unequal, found[-1].unchecked) == (None, None)
     assert len(set(rows[0].sizes)) == 2
     with pytest.raises(UnequalError, match=r"depends on the other samples"):

@@ -312,13 +312,18 @@ def test_different_models_are_named_as_a_possible_cause():
         assert ("may be the cause" in finding.unequal) == is_named
 
 
-def test_layers_that_only_seem_synchronized_are_named():
-    model = network(layers.BatchNormalization(synchronized=True, name="seems"))
+@pytest.mark.parametrize("seems_synchronized", [True, False])
+def test_layers_that_normalize_over_each_rank_are_named(seems_synchronized):
+    model = network(layers.BatchNormalization(synchronized=seems_synchronized, name="alone"))
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
     hvdtrain.broadcast(model)
     check = StepCheck(model.train_step, model, COLLECTIVES)
-    found = check.run((X[:BATCH], Y[:BATCH])).unequal
-    assert found is not None
-    assert "layer 'seems', which normalizes over those of each rank" in found
-    hvdtrain.synchronize_batch_normalization(model, all_layers=False)
-    assert check.run((X[:BATCH], Y[:BATCH])).unequal is None
+    finding = check.run((X[:BATCH], Y[:BATCH]))
+    if seems_synchronized:
+        assert "layer 'alone', which normalizes over those of each rank" in finding.unequal
+    else:
+        assert finding.unequal is None
+        assert "over each rank's samples in 'alone', where" in finding.noted
+    hvdtrain.synchronize_batch_normalization(model)
+    finding = check.run((X[:BATCH], Y[:BATCH]))
+    assert (finding.unequal, finding.noted) == (None, None)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.distributed.batch_norm import lone_layer
+from hvdtrain.distributed.batch_norm import layers_of_each_rank
 from hvdtrain.distributed.bounded_messages import num_bytes
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import leaves_of, optimizer_variables
@@ -17,6 +17,7 @@ from hvdtrain.distributed.replica_consistency import differing, require_equal_va
 from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.seams import keras_internals
+from hvdtrain.system.terminal import some_of
 from hvdtrain.training.equality.check_memory import lacking_memory
 from hvdtrain.training.equality.comparison import Comparison, Deviation
 from hvdtrain.training.equality.compiled_recurrence import compiled_recurrence
@@ -57,7 +58,11 @@ _MAX_TABLE_BYTES = 256 << 20
 # The rounding of a few steps does not show the largest that may occur.
 _SAFETY = 4
 
-_LONE_LAYER = (
+_NORMALIZE_ALONE = (
+    "BatchNormalization takes mean and variance over each rank's samples in {}, where one process would take them over "
+    "those of all ranks. Made with synchronized=True, it does so too"
+)
+_ONLY_SEEM_SYNCHRONIZED = (
     "BatchNormalization(synchronized=True) must normalize over the samples of all ranks. Received: layer {!r}, which "
     "normalizes over those of each rank. Call hvdtrain.synchronize_batch_normalization(model) before the loop"
 )
@@ -74,7 +79,7 @@ class Finding:
     unequal: str | None = None
     """Rule, what was received, and the remedy; None if the steps are equal."""
     noted: str | None = None
-    """What differs without consequences for training; None if nothing does."""
+    """What differs, and does not end training; None if nothing does."""
     unchecked: str | None = None
     """Why the step could not be checked; None if it was."""
     first: Deviation | None = None
@@ -132,11 +137,17 @@ class StepCheck:
             UsageError: on every rank: a metric's state does not start at 0.
         """
         finding = self._find(batch)
-        if finding.unequal is None or not (found := differences_of_models(self._model, self._collectives)):
-            return finding
-        return dataclasses.replace(
-            finding, unequal=f"{finding.unequal}. The models of the ranks differ, which may be the cause: {found}"
-        )
+        if finding.unequal is not None:
+            if not (found := differences_of_models(self._model, self._collectives)):
+                return finding
+            return dataclasses.replace(
+                finding, unequal=f"{finding.unequal}. The models of the ranks differ, which may be the cause: {found}"
+            )
+        # The check has normalized over all ranks.
+        if finding.noted is None and finding.unchecked is None and (lone := self._lone_layers()):
+            names = some_of([repr(each.name) for each in lone])
+            return dataclasses.replace(finding, noted=_NORMALIZE_ALONE.format(names))
+        return finding
 
     def _find(self, batch: Any) -> Finding:
         if self.is_within_update:
@@ -148,8 +159,8 @@ class StepCheck:
             return Finding({}, unchecked="a rank has no samples")
         if samples.are_the_same:
             return Finding({}, unequal=SAME_SAMPLES)
-        if self._collectives.reduces and (name := lone_layer(self._model)) is not None:
-            return Finding({}, unequal=_LONE_LAYER.format(name))
+        if lone := [each for each in self._lone_layers() if each.synchronized]:
+            return Finding({}, unequal=_ONLY_SEEM_SYNCHRONIZED.format(lone[0].name))
         if (table_bytes := self._table_bytes()) > _MAX_TABLE_BYTES:
             size = f"{table_bytes / 1e9:,.1f} GB"
             return Finding({}, unchecked=f"a check would copy its sharded tables and their state, {size} on each rank")
@@ -188,6 +199,9 @@ class StepCheck:
             if not whole.updates:
                 return Finding({}, unchecked="it makes no update")
             return self._compare(samples, draws, whole, self._step.epsilon)
+
+    def _lone_layers(self) -> list[keras.layers.BatchNormalization]:
+        return layers_of_each_rank(self._model) if self._collectives.reduces else []
 
     def _table_bytes(self) -> int:
         variables = [*self._model.weights, *optimizer_variables(self._model)]
