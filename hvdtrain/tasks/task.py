@@ -113,8 +113,8 @@ class Task:
         except TypeError as error:
             raise UsageError(
                 "a task's model must have Keras' compile, with the arguments optimizer, loss and metrics. Received: "
-                f"{type(model).__name__}.compile, which overrides it ({error}). Compile the model in the function model, and "
-                "set the task's optimizer to None."
+                f"{type(model).__name__}.compile, which overrides it ({error}). Compile the model in the function "
+                "model, and set the task's optimizer to None."
             ) from None
         return model
 
