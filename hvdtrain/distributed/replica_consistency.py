@@ -64,9 +64,9 @@ def broadcast(
             "call the model once on a batch."
         )
     build_optimizer(model)
-    _require_same_shapes(model, collectives)
     _report_foreign_variables(model, collectives)
     share_adapted_layers(model, collectives)
+    _require_same_shapes(model, collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
     global_streams = [global_stream()] if collectives.size > 1 else []
     variables = [*whole_variables([*model.variables, *optimizer_variables(model)]), *global_streams]
@@ -79,11 +79,11 @@ def broadcast(
 
 
 def _require_same_shapes(model: keras.Model, collectives: Collectives) -> None:
-    variables = [*model.weights, *optimizer_variables(model)]
+    variables = whole_variables([*model.weights, *optimizer_variables(model)])
     everyone = gather_distinct([(tuple(each.shape), each.dtype) for each in variables], collectives)
     # Names may differ, and only help to find what has another shape.
     if any(each != everyone[0] for each in everyone):
-        require_agreement("model", structure(model), collectives, remedy="Make it of what all ranks have in common.")
+        require_agreement("model", structure(model), collectives, remedy="Build it from what all ranks have in common.")
 
 
 def _report_foreign_variables(model: keras.Model, collectives: Collectives) -> None:

@@ -24,5 +24,5 @@ def require_equal_optimizers(
     facts: dict[str, Any] = {"optimizer": type(optimizer).__name__, **dataclasses.asdict(reduction)}
     facts |= {key: value for key, value in configuration(optimizer).items() if key != "learning_rate"}
     require_agreement(
-        "arguments of the optimizer", facts, collectives, remedy="Make it of what all ranks have in common."
+        "arguments of the optimizer", facts, collectives, remedy="Build it from what all ranks have in common."
     )

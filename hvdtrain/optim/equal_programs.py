@@ -1,4 +1,4 @@
-"""Refuses a ``model.fit`` for which ranks have different arguments: they would wait, or train on other terms."""
+"""Refuses a ``model.fit`` for which ranks have different arguments: they would hang, or train differently."""
 
 from collections.abc import Mapping
 from typing import Any
