@@ -2,15 +2,31 @@
 
 import csv
 import functools
-import itertools
 import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fit_programs import (
+    BATCH,
+    COLLECTIVES,
+    RANK,
+    SHARD_X,
+    SHARD_Y,
+    SIZE,
+    TEST_SHARD,
+    TEST_X,
+    TEST_Y,
+    X,
+    Y,
+    assert_same_on_all_ranks,
+    compiled,
+    digests,
+    fit,
+)
 from keras import layers
-from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, relative_difference, samples, values
+from models import NUM_CLASSES, dense_model, loss, relative_difference, values
 
 import hvdtrain
 from hvdtrain.callbacks import (
@@ -21,49 +37,8 @@ from hvdtrain.callbacks import (
     MetricAverageCallback,
     distributed,
 )
-from hvdtrain.distributed import runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, JobError, UsageError
 from hvdtrain.training import own_tuning, step_trials
-
-TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
-RANK, SIZE = TOPOLOGY.rank, TOPOLOGY.size
-COLLECTIVES = runtime.current().collectives
-BATCH = 4
-X, Y = samples(8 * SIZE * BATCH, seed=1)
-SHARD_X, SHARD_Y = X[RANK::SIZE], Y[RANK::SIZE]
-TEST_X, TEST_Y = samples(53, seed=2)
-# The first rank has few of them, and all ranks have another number.
-CUTS = [0, 5, *np.linspace(5, 53, SIZE).astype(int)[1:]]
-TEST_SHARD = TEST_X[CUTS[RANK] : CUTS[RANK + 1]], TEST_Y[CUTS[RANK] : CUTS[RANK + 1]]
-
-
-def compiled(optimizer=None, model=None, **options) -> keras.Model:
-    model = model or dense_model()
-    optimizer = hvdtrain.DistributedOptimizer(optimizer or keras.optimizers.SGD(0.1))
-    model.compile(optimizer=optimizer, **{"loss": loss(), "metrics": ["accuracy"], **options})
-    return model
-
-
-def fit(callbacks, model=None, *, epochs=4, **options) -> tuple[keras.Model, dict]:
-    model = model or compiled()
-    if model.built:
-        hvdtrain.broadcast(model)
-    history = model.fit(
-        options.pop("x", SHARD_X),
-        options.pop("y", SHARD_Y),
-        **{"batch_size": BATCH, "epochs": epochs, "verbose": 0, "validation_data": TEST_SHARD, **options},
-        callbacks=callbacks,
-    )
-    return model, history.history
-
-
-def assert_same_on_all_ranks(value) -> None:
-    all_ranks = COLLECTIVES.allgather(value)
-    assert all(each == all_ranks[0] for each in all_ranks), all_ranks
-
-
-def digests(model) -> list[bytes]:
-    return [v.tobytes() for v in values([*model.weights, *model.optimizer.variables])]
 
 
 class Recorder(keras.callbacks.Callback):
@@ -328,160 +303,6 @@ def test_what_cannot_work_is_refused(folder):
     rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
     with pytest.raises(UsageError, match="CosineDecay"):
         fit(distributed([LearningRateWarmupCallback(0.1)]), compiled(keras.optimizers.SGD(rate)))
-
-
-WITH_AND_WITHOUT = pytest.mark.parametrize("callbacks", [distributed, list])
-
-
-@WITH_AND_WITHOUT
-def test_different_numbers_of_steps_are_refused_before_the_first(callbacks):
-    count = len(SHARD_X) - (BATCH if RANK == 1 else 0)
-    found = r"same number of steps per epoch\. Received: 8 on rank 0, 7 on rank 1.* Rank 1 would end .* after step 7"
-    with pytest.raises(UsageError, match=found):
-        fit(callbacks(), x=SHARD_X[:count], y=SHARD_Y[:count])
-
-
-IS_ODD = RANK % 2
-DIFFERENT = {
-    "epochs": (compiled, {"epochs": 1 + IS_ODD}, "1 on rank.* 0.*, 2 on rank.* 1"),
-    "initial_epoch": (compiled, {"initial_epoch": IS_ODD}, "0 on rank.* 0.*, 1 on rank.* 1"),
-    "class_weight": (compiled, {"class_weight": {0: 1.5 + IS_ODD}}, "{'0': 1.5} on rank.* 0.*, {'0': 2.5} on rank.* 1"),
-    "steps_per_execution": (lambda: compiled(steps_per_execution=1 + IS_ODD), {}, "1 on rank.* 0.*, 2 on rank.* 1"),
-    "run_eagerly": (lambda: compiled(run_eagerly=RANK == 0), {}, "True on rank 0, False on rank.* 1"),
-    "metrics": (lambda: compiled(metrics=["accuracy"] if RANK else None), {}, r"missing on rank 0, \['accuracy'\] on"),
-    "clipnorm": (lambda: compiled(keras.optimizers.SGD(clipnorm=1.0 + IS_ODD)), {}, "1.0 on rank.* 0.*, 2.0 on"),
-}
-
-
-@pytest.mark.parametrize("callbacks", [distributed, list])
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_different_arguments_are_refused_before_the_first_step(callbacks, name):
-    make_model, arguments, found = DIFFERENT[name]
-    with pytest.raises(DisagreementError, match=f"arguments of .*. Received: {name}: .*{found}"):
-        fit(callbacks(), make_model(), **arguments)
-
-
-def test_rates_of_rank_0_are_broadcast_when_training_begins():
-    model = compiled(keras.optimizers.SGD(0.1 + RANK))
-    model.fit(
-        SHARD_X, SHARD_Y, batch_size=BATCH, verbose=0, callbacks=distributed([BroadcastGlobalVariablesCallback(0)])
-    )
-    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
-
-
-def test_models_of_other_shapes_are_refused_before_they_are_broadcast():
-    model = compiled(model=keras.Sequential([layers.Input((6,)), layers.Dense(2 + IS_ODD)]))
-    with pytest.raises(DisagreementError, match=r"the same model. Received: model variable 0: .*\(6, 2\)"):
-        hvdtrain.broadcast(model)
-
-
-def of_unknown_length(count=None) -> tf.data.Dataset:
-    spec = (tf.TensorSpec((6,)), tf.TensorSpec((), tf.int32))
-    pairs = zip(SHARD_X[:count], SHARD_Y[:count], strict=True)
-    dataset = tf.data.Dataset.from_generator(lambda: iter(list(pairs)), output_signature=spec)
-    return dataset.cache().batch(BATCH)
-
-
-# The loss of ignore_class is reduced in the forward pass, before any gradient.
-MODELS = {
-    "graph": {},
-    "three steps a call": {"steps_per_execution": 3},
-    "eager": {"run_eagerly": True, "metrics": None},
-    "loss over ranks": {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)},
-}
-# Each two values of two parameters together; the long tier has all combinations.
-OFTEN = {
-    (distributed, "graph", False),
-    (list, "loss over ranks", True),
-}
-
-
-@pytest.mark.parametrize(
-    ("callbacks", "name", "validates"),
-    [
-        pytest.param(*each, marks=[] if each in OFTEN else pytest.mark.long)
-        for each in itertools.product((distributed, list), MODELS, (False, True))
-    ],
-)
-def test_data_of_unknown_length_that_ends_on_one_rank_is_reported(callbacks, name, validates):
-    arguments = {"y": None, "batch_size": None, "validation_data": TEST_SHARD if validates else None}
-    model = compiled(**MODELS[name])
-    fit(callbacks(), model, epochs=2, x=of_unknown_length(), **arguments)
-    short = of_unknown_length(5 * BATCH if RANK == 1 else len(SHARD_X))
-    with pytest.raises(UsageError, match=r"Received: rank 1 ended epoch 1 after 5 steps, and other ranks have more"):
-        fit(callbacks(), model, x=short, **arguments)
-
-
-@WITH_AND_WITHOUT
-def test_an_epoch_that_ends_with_the_data_ends_on_all_ranks(callbacks):
-    """Keras warns, and begins the data again in the next epoch."""
-    options = {"epochs": 3, "steps_per_epoch": 5, "shuffle": False, "validation_data": None, "verbose": 0}
-    alone = dense_model()
-    alone.compile(keras.optimizers.SGD(0.1), loss())
-    model = compiled()
-    hvdtrain.broadcast(model)
-    alone.set_weights(model.get_weights())
-    with pytest.warns(UserWarning, match="ran out of data"):
-        expected = alone.fit(X, Y, batch_size=SIZE * BATCH, **options).history["loss"]
-    with pytest.warns(UserWarning, match="ran out of data"):
-        _, history = fit(callbacks(), model, **options)
-    assert int(model.optimizer.iterations) == 5 + 3 + 5
-    assert relative_difference(values(model.weights), values(alone.weights)) < 1e-5
-    if callbacks is distributed:
-        assert history["loss"] == pytest.approx(expected, rel=1e-5)
-
-
-@WITH_AND_WITHOUT
-def test_data_of_unknown_length_that_ends_before_its_epoch_is_reported(callbacks):
-    with pytest.raises(UsageError, match=rf"the data of rank {RANK} ended in epoch 1 after 8 of 9 steps, and a rank"):
-        fit(callbacks(), x=of_unknown_length(), y=None, batch_size=None, steps_per_epoch=9, validation_data=None)
-
-
-def test_callbacks_that_decide_differently_are_detected_without_distributed():
-    def stop(epoch, logs):
-        model.stop_training = epoch == 1 and RANK == 1
-
-    def change_rate(epoch, logs):
-        model.optimizer.learning_rate = 0.1 * (RANK + 1)
-
-    for decide, found in [
-        (stop, "stop_training after epoch 2: False on rank 0, True on rank 1"),
-        (change_rate, "rate"),
-    ]:
-        model = compiled()
-        with pytest.raises(UsageError, match=f"must decide alike .*{found}.*callbacks.distributed"):
-            fit([keras.callbacks.LambdaCallback(on_epoch_end=decide)], model)
-
-
-def test_a_forgotten_broadcast_is_detected_at_the_first_step():
-    keras.utils.set_random_seed(RANK)
-    model = compiled(model=keras.Sequential([layers.Input((6,)), layers.Dense(NUM_CLASSES)]))
-    with pytest.raises(DivergenceError, match=r"dense.*/kernel' of rank.* 1.* differs .* Call hvdtrain\.broadcast"):
-        model.fit(SHARD_X, SHARD_Y, batch_size=BATCH, verbose=0)
-
-
-@pytest.mark.parametrize("uses_optimizer", [True, False])
-def test_updates_that_average_nothing_are_detected(uses_optimizer):
-    class TwoUpdates(keras.Model):
-        def train_step(self, data):
-            x, y = data
-            with tf.GradientTape() as tape:
-                value = self.compute_loss(x, y, self(x, training=True))
-            gradients = tape.gradient(value, self.trainable_variables)
-            self.optimizer.apply(gradients[:1], self.trainable_variables[:1])
-            if uses_optimizer:
-                self.other.apply(gradients[1:], self.trainable_variables[1:])
-            else:
-                self.trainable_variables[1].assign_add(0.1 * tf.reduce_mean(x) * tf.ones_like(gradients[1]))
-            return {"loss": value}
-
-    inputs = layers.Input((6,))
-    model = compiled(model=TwoUpdates(inputs, layers.Dense(NUM_CLASSES)(inputs)), metrics=None)
-    model.other = keras.optimizers.SGD(0.1)
-    model.other.build(model.trainable_variables[1:])
-    error, text = (UsageError, "must be distributed") if uses_optimizer else (DivergenceError, "After a step")
-    with pytest.raises(error, match=text):
-        fit(distributed(), model)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ JOBS = {
     ("training", 2): 34,
     ("faults+few_bits", 2): 27,
     ("callbacks+metrics", 2): 50,
-    ("fit+equality+different_sizes+guards+own_operations+idle_ranks", 2): 86,
+    ("fit+differing_ranks+equality+different_sizes+guards+own_operations+idle_ranks", 2): 86,
     ("after_training+own_values", 2): 62,
     ("resume", 2): 12,
     ("local_sgd+local_members+rounds", 2): 57,
@@ -27,7 +27,7 @@ LONG_JOBS = {(name, 4): minimum for (name, ranks), minimum in JOBS.items() if ra
 LONG_JOBS |= {("sharded_optimizer", 2): 43, ("compression+sharded_optimizer", 4): 68}
 LONG_JOBS |= {("options", 1): 22, ("optimizer+balancing", 4): 44, ("numerics+large_messages", 2): 42, ("quorum", 2): 22}
 LONG_JOBS |= {
-    ("fit+equality+different_sizes+guards+own_operations+idle_ranks", 4): 51,
+    ("fit+differing_ranks+equality+different_sizes+guards+own_operations+idle_ranks", 4): 51,
     ("after_training+own_values", 3): 62,
     ("local_sgd+local_members+rounds", 4): 60,
     ("numerics+large_messages", 4): 36,
