@@ -32,7 +32,7 @@ def one_gpu(monkeypatch):
     [
         ("metrics", 44),
         LONG("training", 41),
-        LONG("fit", 33),
+        LONG("fit+differing_ranks", 33),
         LONG("optimizer", 48),
         LONG("local_sgd+local_members", 27),
         LONG("programs", 70),
