@@ -1,16 +1,30 @@
 """Whether ranks shard the same data in the same order: otherwise some samples are seen twice, and others never."""
 
+import functools
 import hashlib
+import os.path
+import random
+import uuid
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed import runtime
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import tensorflow_internals
 
 _NUM_COMPARED = 16
-_orders: list[str] = []
+"""Samples of an array or of a ``PyDataset`` by which its order is recognized."""
+
+Order = list[str]
+"""Digests of data in its order; an empty one says nothing."""
+
+_orders: list[Order] = []
+_in_first_epoch: WeakKeyDictionary[keras.utils.PyDataset, Order] = WeakKeyDictionary()
 
 
 def note(data: Any) -> None:
@@ -19,46 +33,119 @@ def note(data: Any) -> None:
     Raises:
         UsageError: it is shuffled without a seed.
     """
-    parts = []
+    order = []
     for each in tf.nest.flatten(data):
         if isinstance(each, tf.data.Dataset):
-            parts += _shuffles(each)
+            order += _order_of_dataset(each, _refuse_to_shuffle_without_seed)
+        elif isinstance(each, keras.utils.PyDataset):
+            order += _first_samples(each)
+            # Without a digest, what is noted later would be compared with something else.
+            if order and not runtime.collectives().may_change:
+                _in_first_epoch[each] = order
         elif hasattr(each, "__getitem__") and len(getattr(each, "shape", [])):
-            parts.append(_some_rows(each))
-    _orders.append(" ".join(parts))
+            order.append(_some_rows(each))
+    _orders.append(order)
 
 
-def noted() -> list[str]:
+def _refuse_to_shuffle_without_seed() -> str:
+    raise UsageError(
+        "data must be in the same order on all ranks when it is sharded. Received: a data set that is shuffled without "
+        "a seed. Call hvdtrain.init(seed=…) first, pass a seed to shuffle, or shuffle what hvdtrain.shard returns."
+    )
+
+
+def note_end_of_epoch(dataset: keras.utils.PyDataset) -> None:
+    """Notes the order of a ``PyDataset`` after its first epoch, in which many are shuffled anew."""
+    order = _in_first_epoch.pop(dataset, None)
+    if order is not None:
+        order += _first_samples(dataset)
+
+
+def noted() -> list[Order]:
     """The orders of the data that this rank has sharded, for comparison with other ranks."""
-    return list(_orders)
+    return [list(each) for each in _orders]
 
 
-def _shuffles(dataset: tf.data.Dataset) -> list[str]:
-    """The seeds of all shuffles that a data set is made of."""
-    found = []
+def differ(everyone: list[list[Order]]) -> bool:
+    """Whether ranks have sharded the same data in different orders.
+
+    Args:
+        everyone: what each rank has noted. Ranks that have noted other numbers of data sets shard different data.
+    """
+    if len({len(orders) for orders in everyone}) > 1:
+        return False
+    return any(
+        len({each for each in digests if each}) > 1
+        for orders in zip(*everyone, strict=True)
+        for digests in zip(*orders, strict=False)
+    )
+
+
+_shard_here = tf.data.Dataset.shard
+
+
+@functools.wraps(_shard_here)
+def _note_and_shard(self: tf.data.Dataset, num_shards: Any, index: Any, name: str | None = None) -> tf.data.Dataset:
+    """``tf.data.Dataset.shard``, by which programs shard data themselves."""
+    collectives = runtime.collectives()
+    # Within a graph, such as that of interleave, arrays and seeds have no values.
+    if collectives.size > 1 and tf.executing_eagerly() and (num_shards, index) == (collectives.size, collectives.rank):
+        # Shuffled without a seed, a data set has an order that no other rank has.
+        _orders.append(_order_of_dataset(self, of_unseeded_shuffle=lambda: uuid.uuid4().hex))
+    return _shard_here(self, num_shards, index, name)
+
+
+tf.data.Dataset.shard = _note_and_shard
+
+
+def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[], str]) -> Order:
+    """The arrays that a data set is made of, and the seeds of its shuffles."""
+    order = []
     waiting = [dataset]
     while waiting:
         each = waiting.pop()
         waiting += tensorflow_internals.DATASET_INPUTS.of(each)()
+        arrays = vars(each).get(tensorflow_internals.DATASET_ARRAYS, [])
+        order += [_some_rows(array) for array in arrays if array.dtype != tf.variant and array.shape.rank]
         seeds = [vars(each).get(name) for name in tensorflow_internals.SHUFFLE_SEEDS]
-        if None in seeds:
-            continue
-        numbers = [int(seed) for seed in seeds]
-        if numbers == [0, 0]:
-            raise UsageError(
-                "data must be in the same order on all ranks when it is sharded. Received: a data set that is shuffled "
-                "without a seed. Call hvdtrain.init(seed=…) first, pass a seed to shuffle, or shuffle what "
-                "hvdtrain.shard returns."
-            )
-        found.append(str(numbers))
-    return found
+        if None not in seeds:
+            numbers = [int(seed) for seed in seeds]
+            order.append(of_unseeded_shuffle() if numbers == [0, 0] else str(numbers))
+    return order
+
+
+def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:
+    """A digest of each part of the first batches; empty if it is not the same whenever they are read."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        first, again = _read_first_samples(dataset), _read_first_samples(dataset)
+    except Exception:
+        return []  # Training reads them again, and says what is wrong.
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+    return [one if one == other else "" for one, other in zip(first, again, strict=True)]
+
+
+def _read_first_samples(dataset: keras.utils.PyDataset) -> list[str]:
+    # Augmentation by these generators is then the same on all ranks.
+    random.seed(0)
+    np.random.seed(0)
+    batches: list[list[Any]] = []
+    while len(batches) != dataset.num_batches and sum(len(parts[0]) for parts in batches) < _NUM_COMPARED:
+        batches.append([np.asarray(part) for part in tf.nest.flatten(dataset[len(batches)]) if part is not None])
+    return [" ".join(_some_rows(each) for each in part) for part in zip(*batches, strict=True)]
 
 
 def _some_rows(array: Any) -> str:
-    """A digest of a few rows."""
+    """A digest of a few rows; of texts without their common prefix, because hosts may keep files in other folders."""
     length = array.shape[0]
-    rows = np.linspace(0, length - 1, min(length, _NUM_COMPARED)).astype(int)
+    numbers = np.linspace(0, length - 1, min(length, _NUM_COMPARED)).astype(int)
+    rows = [np.asarray(getattr(array, "iloc", array)[int(number)]) for number in numbers]
+    texts = [row.item() for row in rows if row.ndim == 0 and isinstance(row.item(), str | bytes)]
+    # Texts need not be paths.
+    begin = len(os.path.commonprefix(texts)) if len(texts) == len(rows) else 0  # noqa: RUF071
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(repr(np.asarray(getattr(array, "iloc", array)[int(row)])).encode())
+        digest.update(repr(row.item()[begin:] if begin else row).encode())
     return digest.hexdigest()

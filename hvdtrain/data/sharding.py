@@ -133,6 +133,7 @@ class _PyDatasetShard(keras.utils.PyDataset):
 
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()
+        sharded_order.note_end_of_epoch(self._dataset)
 
 
 def _require_enough(length: int, size: int) -> None:

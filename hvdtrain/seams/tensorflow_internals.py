@@ -82,6 +82,8 @@ SHUFFLES = [
 DATASET_INPUTS = Seam(
     "Dataset", "_inputs", "lists what a data set is made of, to find how it is shuffled", library="tensorflow"
 )
+DATASET_ARRAYS = "_tensors"
+"""The attribute of a data set that is made of tensors."""
 SHUFFLE_SEEDS = ("_seed", "_seed2")
 """Attributes of a data set that shuffles; 0: no seed."""
 NO_INLINE = {"_noinline": True}

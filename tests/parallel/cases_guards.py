@@ -1,15 +1,18 @@
 """On all ranks: what is noticed of any program, without making its step by one process."""
 
+from contextlib import nullcontext
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from compared_programs import BATCH, FEATURES, RANK, SIZE, TARGETS, X, Y, fit, mean_square, network
+from compared_programs import BATCH, COLLECTIVES, FEATURES, RANK, SIZE, TARGETS, X, Y, fit, mean_square, network
 from keras import layers
 
 import hvdtrain
+from hvdtrain.data import sharded_order
 from hvdtrain.distributed import runtime
-from hvdtrain.errors import DisagreementError, UsageError
+from hvdtrain.errors import DisagreementError, UnequalError, UsageError
 from hvdtrain.optim import own_loops
 
 
@@ -19,6 +22,65 @@ def test_the_same_batches_are_told_of_also_without_checks(is_sharded, monkeypatc
     fit(network(), x=X if is_sharded else FEATURES[: len(X)], y=Y if is_sharded else TARGETS[: len(X)])
     told = "ranks must train on different samples. Received: the same batch on every rank" in capfd.readouterr().err
     assert told == (RANK == 0 and SIZE > 1 and not is_sharded)
+
+
+class ShuffledBatches(keras.utils.PyDataset):
+    """Batches in an order of its own, that of the data at first, and a new one after each epoch."""
+
+    def __init__(self, random: np.random.Generator):
+        super().__init__()
+        self.random = random
+        self.order = np.arange(len(FEATURES))
+
+    def __len__(self):
+        return len(FEATURES) // BATCH
+
+    def __getitem__(self, index):
+        chosen = self.order[index * BATCH : (index + 1) * BATCH]
+        # Augmentation may be different each time.
+        return FEATURES[chosen] + np.random.default_rng().normal(size=(BATCH, 1)), TARGETS[chosen]
+
+    def on_epoch_end(self):
+        self.random.shuffle(self.order)
+
+
+def tensors(random: np.random.Generator) -> tf.data.Dataset:
+    order = random.permutation(len(FEATURES))
+    return tf.data.Dataset.from_tensor_slices((FEATURES[order], TARGETS[order]))
+
+
+SHARDED = {
+    "arrays": lambda random: tensors(random).batch(len(FEATURES)).get_single_element(),
+    "batches of a PyDataset": lambda random: hvdtrain.shard(ShuffledBatches(random)),
+    "a data set of arrays": lambda random: hvdtrain.shard(tensors(random)).batch(BATCH),
+    "a shard of one's own": lambda random: tensors(random).shard(SIZE, RANK).batch(BATCH),
+    "a shard of one's own, shuffled": lambda random: (
+        tensors(np.random.default_rng(0)).shuffle(99, seed=int(random.integers(99))).shard(SIZE, RANK).batch(BATCH)
+    ),
+}
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("kind", SHARDED)
+def test_data_that_ranks_have_in_different_orders(kind, is_same, monkeypatch):
+    monkeypatch.setattr(sharded_order, "_orders", [])
+    data = SHARDED[kind](np.random.default_rng(7 if is_same else RANK))
+    data = {"x": data} if kind != "arrays" else dict(zip("xy", hvdtrain.shard(*data), strict=True))
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.Adam(0.01)), mean_square)
+    hvdtrain.broadcast(model)
+    refused = pytest.raises(UnequalError, match=r"in the same order on all ranks .* Received: different orders")
+    with nullcontext() if is_same else refused:
+        model.fit(**data, epochs=2, verbose=0)
+    with nullcontext() if is_same else refused:
+        hvdtrain.verify(lambda batch: model.train_step(batch), (X[:BATCH], Y[:BATCH]), model)
+
+
+def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed(monkeypatch):
+    monkeypatch.setattr(sharded_order, "_orders", [])
+    tf.random.set_seed(None)
+    tf.data.Dataset.range(99).shuffle(99).shard(SIZE, RANK)
+    assert sharded_order.differ(COLLECTIVES.allgather(sharded_order.noted()))
 
 
 @pytest.mark.parametrize("verifies", [False, True])

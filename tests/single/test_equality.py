@@ -9,9 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.data import sharded_order
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.errors import UsageError
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.method_replacement import replace_method
 from hvdtrain.training.equality.comparison import Comparison
@@ -309,24 +307,6 @@ def test_compiled_time_steps_are_a_recurrent_layer(layer, is_masked):
         found = outputs_and_gradients()
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_a_shuffle_without_a_seed_is_refused_before_it_is_sharded():
-    dataset = tf.data.Dataset.range(9)
-    sharded_order.note((dataset.shuffle(9, seed=3).batch(3),))
-    shuffled = dataset.shuffle(9, seed=0).batch(3)  # The seed of TensorFlow may be set in this process.
-    vars(shuffled._input_dataset).update(_seed=tf.constant(0, tf.int64), _seed2=tf.constant(0, tf.int64))
-    with pytest.raises(UsageError, match="shuffled without a seed"):
-        sharded_order.note((shuffled,))
-
-
-def test_orders_of_arrays():
-    x = np.arange(100.0)
-    sharded_order.note((x,))
-    sharded_order.note(({"x": x.copy()},))
-    sharded_order.note((x[::-1],))
-    first, same, other = sharded_order.noted()[-3:]
-    assert first == same != other
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 200_001])

@@ -3,21 +3,16 @@
 import time
 from collections.abc import Callable
 
-from hvdtrain.data import sharded_order
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.only_checks import UNCHECKED, print_on_rank_0
 from hvdtrain.system import environment
+from hvdtrain.training.equality.data_order import compare_orders
 from hvdtrain.training.equality.sample_guard import SampleGuard
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
-_OTHER_ORDER = (
-    "data must be in the same order on all ranks when it is sharded. Received: different orders, so that some samples "
-    "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle what "
-    "hvdtrain.shard returns"
-)
 _MAX_SHARE_OF_TIME = 0.005
 _NUM_ONLY_CHECKED = 3
 """Steps that ``hvdtrain check`` compares."""
@@ -103,21 +98,12 @@ class ScheduledCheck:
         if any(self._collectives.allgather(batch is None)):
             return  # The call has made its step without a batch of this rank.
         self._is_due = False
-        finding = self._compare_orders() or self._check.run(batch)
+        finding = compare_orders(self._collectives) or self._check.run(batch)
         self._num_checks += 1
         self._has_checked = True
         self._last_check_s = time.monotonic()
         self._last_check_took_s = self._last_check_s - begin_s
         self._act(finding)
-
-    def _compare_orders(self) -> Finding | None:
-        """At the first check: whether ranks have sharded the same data in the same order."""
-        if self._num_checks > 0:
-            return None
-        everyone = self._collectives.allgather(sharded_order.noted())
-        if len({len(each) for each in everyone}) > 1 or all(each == everyone[0] for each in everyone):
-            return None  # Ranks may shard different data.
-        return Finding({}, unequal=_OTHER_ORDER)
 
     def _act(self, finding: Finding) -> None:
         if finding.unchecked is not None:

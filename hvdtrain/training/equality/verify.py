@@ -12,6 +12,7 @@ from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.only_checks import end_if_only_checking, print_on_rank_0
 from hvdtrain.optim.own_loops import note_verified_step
 from hvdtrain.system import environment
+from hvdtrain.training.equality.data_order import compare_orders
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
 
@@ -36,14 +37,15 @@ def verify(
         What was compared; on one rank nothing.
 
     Raises:
-        UnequalError: on every rank: the step is not that of one process; the message says where.
+        UnequalError: on every rank: the step is not that of one process, and the message says where; or ranks have
+            sharded data in different orders.
     """
     require_keras_model(model)
     note_verified_step()
     collectives = collectives or runtime.current().collectives
     if collectives.size == 1:
         return Finding({}, unchecked="there is one rank")
-    finding = StepCheck(step, model, collectives).run(batch)
+    finding = compare_orders(collectives) or StepCheck(step, model, collectives).run(batch)
     if finding.unequal is not None:
         raise UnequalError(f"{finding.unequal}.")
     if finding.unchecked is not None:

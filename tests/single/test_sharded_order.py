@@ -1,0 +1,131 @@
+"""The order of data that is sharded: what is noted of it, and when ranks have different ones."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.data import sharded_order
+from hvdtrain.errors import UsageError
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(64, 3))
+
+
+@pytest.fixture(autouse=True)
+def nothing_noted(monkeypatch):
+    monkeypatch.setattr(sharded_order, "_orders", [])
+
+
+def orders(*data) -> list:
+    """What a rank has noted that has sharded this."""
+    sharded_order._orders.clear()
+    for each in data:
+        sharded_order.note((each,))
+    return sharded_order.noted()
+
+
+def test_a_shuffle_without_a_seed_is_refused_before_it_is_sharded():
+    dataset = tf.data.Dataset.range(9)
+    sharded_order.note((dataset.shuffle(9, seed=3).batch(3),))
+    shuffled = dataset.shuffle(9, seed=0).batch(3)  # The seed of TensorFlow may be set in this process.
+    vars(shuffled._input_dataset).update(_seed=tf.constant(0, tf.int64), _seed2=tf.constant(0, tf.int64))
+    with pytest.raises(UsageError, match="shuffled without a seed"):
+        sharded_order.note((shuffled,))
+
+
+def paths(folder: str, order) -> np.ndarray:
+    return np.array([f"{folder}/{number % 3}/{number}.png" for number in np.arange(64)[order]])
+
+
+def of_files(*arguments) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(paths(*arguments)).map(tf.strings.length)
+
+
+SAME, OTHER = slice(None), slice(None, None, -1)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda order: X[order],
+        lambda order: {"x": tf.constant(X[order]), "y": None},
+        lambda order: paths("/data", order),
+        lambda order: tf.data.Dataset.from_tensor_slices({"x": X[order], "y": X[:, 0]}).map(lambda each: each).batch(8),
+        lambda order: of_files("/data", order).interleave(lambda each: tf.data.Dataset.range(3)),
+        lambda order: tf.data.TFRecordDataset(paths("/data", order)),
+    ],
+)
+def test_orders(data):
+    assert not sharded_order.differ([orders(data(SAME), X), orders(data(SAME), X)])
+    assert sharded_order.differ([orders(data(SAME), X), orders(data(OTHER), X)])
+
+
+def test_hosts_may_keep_files_in_different_folders():
+    here, there = ([orders(kind(folder, SAME)) for kind in (paths, of_files)] for folder in ("/data", "/mnt/b"))
+    assert here == there != [orders(kind("/data", OTHER)) for kind in (paths, of_files)]
+
+
+def test_ranks_that_shard_other_data_are_not_compared():
+    assert not sharded_order.differ([orders(X), orders(X, X[::-1])])
+
+
+class Batches(keras.utils.PyDataset):
+    """Its rows may be shuffled, and augmented in several ways."""
+
+    def __init__(self, order=SAME, *, augment=lambda x: x, size=8):
+        super().__init__()
+        self.x, self.augment, self.size = X[order], augment, size
+
+    def __len__(self):
+        return len(self.x) // self.size
+
+    def __getitem__(self, index):
+        rows = self.x[index * self.size : (index + 1) * self.size]
+        return self.augment(rows), rows[:, :1]
+
+
+def flipped(x):
+    """As augmentation with a generator that nobody seeds."""
+    return x * np.random.default_rng().choice([-1, 1], size=(len(x), 1))
+
+
+def moved(x):
+    return x + np.random.normal(size=x.shape)
+
+
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("augment", [lambda x: x, flipped, moved])
+def test_orders_of_batches(augment, size):
+    one = orders(Batches(augment=augment, size=size))
+    np.random.rand()  # Nor does it matter in which state NumPy's generator is.
+    assert not sharded_order.differ([one, orders(Batches(augment=augment, size=size))])
+    assert sharded_order.differ([one, orders(Batches(OTHER, augment=augment, size=size))])
+
+
+def test_reading_samples_changes_no_state_of_generators():
+    np.random.seed(1)
+    expected = np.random.rand()
+    np.random.seed(1)
+    orders(Batches(augment=moved))
+    assert np.random.rand() == expected
+
+
+def test_the_order_after_the_first_epoch_is_noted_once():
+    batches = Batches()
+    before = orders(batches)
+    for _ in range(2):
+        batches.x = batches.x[::-1]
+        sharded_order.note_end_of_epoch(batches)
+    assert sharded_order.noted() == [before[0] + orders(Batches(OTHER))[0]]
+
+
+def test_batches_that_cannot_be_read_yet_are_not_compared():
+    def fails(x):
+        raise OSError("not yet")
+
+    broken = Batches(augment=fails)
+    assert orders(broken) == [[]]
+    broken.augment = moved
+    sharded_order.note_end_of_epoch(broken)
+    assert not sharded_order.differ([sharded_order.noted(), orders(Batches())])
