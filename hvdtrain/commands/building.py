@@ -20,6 +20,7 @@ from hvdtrain.optim.config import LearningRateConfig, OptimizerConfig
 from hvdtrain.optim.distributed_optimizer import distribute
 from hvdtrain.optim.learning_rate import WarmUpThenDecay, scaled_learning_rate
 from hvdtrain.seams import keras_internals
+from hvdtrain.system import error_text
 from hvdtrain.tasks.loading import load_task
 from hvdtrain.tasks.task import Task
 from hvdtrain.training.config import TrainConfig
@@ -133,7 +134,7 @@ def make_optimizer(config: TaskConfig, task: Task, learning_rate: Any) -> keras.
     except (ValueError, TypeError, LookupError) as error:
         raise UsageError(
             f"--optimizer must be momentum or the name of a Keras optimizer (sgd, adam, adamw, …). Received: {name!r} "
-            f"({str(error).splitlines()[0]})"
+            f"({error_text.message(error)})"
         ) from error
 
 

@@ -22,7 +22,7 @@ from hvdtrain.loggers.reporter import CompositeReporter, Reporter
 from hvdtrain.loggers.tensorboard import TensorBoardReporter
 from hvdtrain.runs.run_files import PROVENANCE, RANK_TIMES, checkpoints_of
 from hvdtrain.stores.urls import is_url, local_path
-from hvdtrain.system import environment
+from hvdtrain.system import environment, error_text
 from hvdtrain.system.atomic_files import is_temporary, remove, replaced_on_success, require_regular, write_text
 from hvdtrain.system.json_files import read_object
 from hvdtrain.system.terminal import report, stdout_is_terminal
@@ -240,7 +240,7 @@ class OwnedRunDirectory:
             report(
                 0,
                 f"Keras cannot save this model ({type(model).__name__}) as {_MODEL}. Its weights are in "
-                f"{self.path / _WEIGHTS}. Keras' reason: {str(error).strip().splitlines()[0]}",
+                f"{self.path / _WEIGHTS}. Keras' reason: {error_text.message(error)}",
             )
 
     def publish(self) -> None:

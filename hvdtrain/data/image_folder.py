@@ -15,6 +15,7 @@ from hvdtrain.data.downloads import require_local
 from hvdtrain.data.numbered import NumberedSource, Parts
 from hvdtrain.data.pipeline import Augment
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.system import error_text
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 _IMAGES_COMPARED = 16
@@ -90,7 +91,7 @@ class ImageFolder(NumberedSource):
                 self._image(tf.constant(os.fsencode(path)))
             except tf.errors.OpError as error:
                 shown = path.encode(errors="backslashreplace").decode()
-                bad.append(BadSample(number, shown, (error.message or type(error).__name__).splitlines()[0]))
+                bad.append(BadSample(number, shown, error_text.message(error) or type(error).__name__))
         return bad
 
     @functools.cached_property

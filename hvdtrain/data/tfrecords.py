@@ -2,7 +2,6 @@
 
 import functools
 import os
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hvdtrain.data.sample_draws import SampleDraws
 from hvdtrain.distributed import runtime
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
+from hvdtrain.system import error_text
 
 # The usual limit per process is 1,024; TensorFlow and MPI need some.
 _MAX_OPEN_FILES = 256
@@ -200,7 +200,4 @@ def _place(file: RecordFile, record: int, offset: int) -> str:
 
 
 def _in_one_line(error: Exception) -> str:
-    """An error's message in one line, without the op names that TensorFlow adds."""
-    message = error.message if isinstance(error, tf.errors.OpError) else str(error)
-    plain = re.sub(r"\{\{.*?\}\}|\[Op:.*", "", message).strip()
-    return textwrap.shorten(plain.splitlines()[0] if plain else type(error).__name__, _MAX_CAUSE_CHARACTERS)
+    return textwrap.shorten(error_text.message(error) or type(error).__name__, _MAX_CAUSE_CHARACTERS)

@@ -13,6 +13,7 @@ from hvdtrain.errors import (
 )
 from hvdtrain.fault_tolerance.collective_errors import describe, exit_code_of, trace_of
 from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.system import error_text
 from hvdtrain.system.terminal import rank_name, report, write
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def end_job(
     if watch is not None:
         watch.wait_for_cause(_CAUSE_S if is_secondary(error) else 0.0)
     where = "" if step is None else f" at step {step}"
-    cause = f"{type(error).__name__}: {error}".splitlines()[0]
+    cause = error_text.class_and_message(error)
     # Messages of hvdtrain's errors are self-contained; other errors need their traceback.
     trace = "" if isinstance(error, HvdtrainError) else "\n" + trace_of(error)
     write(f"hvdtrain: {rank_name(collectives.rank)} failed{where}: {cause}{trace}")

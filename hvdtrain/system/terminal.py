@@ -43,10 +43,10 @@ def rank_name(rank: int, host: str | None = None) -> str:
     return f"rank {rank} (host {host or network.host_name()})"
 
 
-def some_of(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str], *, at_most: int = _MAX_NAMES) -> str:
     """Names in a message, separated by commas; the first few of thousands."""
-    num_more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {num_more:,} more" if num_more > 0 else "")
+    num_more = len(names) - at_most
+    return ", ".join(names[:at_most]) + (f" and {num_more:,} more" if num_more > 0 else "")
 
 
 def write(text: str) -> None:

@@ -16,7 +16,7 @@ from hvdtrain.fault_tolerance.config import JobWatchConfig
 from hvdtrain.fault_tolerance.program_watch import ProgramWatch
 from hvdtrain.fault_tolerance.shutdown import is_secondary
 from hvdtrain.optim.made_steps import counts_steps, num_made_steps
-from hvdtrain.system import environment
+from hvdtrain.system import environment, error_text
 from hvdtrain.system.terminal import rank_name, report, write
 
 # A rank that ends sends its message before it leaves Horovod, whose error is what makes the others look for it.
@@ -108,7 +108,7 @@ class RankEnds:
         self._default_hook(kind, error, trace)
         # HvdtrainErrors say what happened, and may be raised on all ranks.
         if isinstance(error, Exception) and not isinstance(error, HvdtrainError):
-            text = f"{kind.__name__}: {error}".splitlines()[0]
+            text = error_text.class_and_message(error)
             write(f"hvdtrain: {rank_name(self._rank)} failed after step {num_made_steps()}: {text}")
         self._announce(reported=True)
 

@@ -1,4 +1,4 @@
-"""On all ranks: evaluation and prediction, with the values of one process."""
+"""On all ranks: evaluation, prediction and saved models, with the values of one process."""
 
 import csv
 import shutil
@@ -256,6 +256,21 @@ def test_a_file_that_cannot_be_written_ends_no_other_rank(folder):
         hvdtrain.predict(model, x, output=folder / "a.npy")
     COLLECTIVES.barrier()
     assert [each.name for each in folder.iterdir()] == ["a.npy"]
+
+
+@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
+def test_all_ranks_may_save_to_the_same_file(name, folder):
+    model, path = compiled(), folder / name
+    hvdtrain.broadcast(model)
+    only_weights = name == "model.weights.h5"
+    for _ in range(10):
+        (model.save_weights if only_weights else model.save)(path)
+        loaded = compiled() if only_weights else keras.models.load_model(path)
+        if only_weights:
+            loaded.load_weights(path)
+        np.testing.assert_array_equal(loaded.layers[-1].kernel, model.layers[-1].kernel)
+    COLLECTIVES.barrier()
+    assert [each.name for each in folder.iterdir()] == [name]
 
 
 def test_what_is_refused():

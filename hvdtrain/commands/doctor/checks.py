@@ -13,7 +13,17 @@ from packaging.specifiers import SpecifierSet
 
 from hvdtrain.commands.tables import aligned
 from hvdtrain.errors import UsageError
-from hvdtrain.system import cores, cuda_libraries, devices, environment, local_job, nvidia, tensorflow_start, versions
+from hvdtrain.system import (
+    cores,
+    cuda_libraries,
+    devices,
+    environment,
+    error_text,
+    local_job,
+    nvidia,
+    tensorflow_start,
+    versions,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +49,7 @@ def checked(topic: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return check()
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}".splitlines()[0]
-        return [Finding(topic, cause, versions.rebuilt())]
+        return [Finding(topic, error_text.class_and_message(error), versions.rebuilt())]
 
 
 def find_versions() -> list[Finding]:

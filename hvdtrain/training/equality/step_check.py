@@ -17,6 +17,7 @@ from hvdtrain.distributed.replica_consistency import differing, require_equal_va
 from hvdtrain.distributed.shards import row_shard_of, whole_variables
 from hvdtrain.optim.pipeline import pipelines_of
 from hvdtrain.seams import keras_internals
+from hvdtrain.system import error_text
 from hvdtrain.system.terminal import some_of
 from hvdtrain.training.equality.check_memory import lacking_memory
 from hvdtrain.training.equality.comparison import Comparison, Deviation
@@ -55,6 +56,7 @@ _RETURNED = (
 _PERTURBATIONS = (128, 64, 32, 16, 8, 4, 2, 1)
 # What a step writes is copied several times.
 _MAX_TABLE_BYTES = 256 << 20
+_MAX_LAYERS = 4
 # The rounding of a few steps does not show the largest that may occur.
 _SAFETY = 4
 
@@ -145,7 +147,7 @@ class StepCheck:
             )
         # The check has normalized over all ranks.
         if finding.noted is None and finding.unchecked is None and (lone := self._lone_layers()):
-            names = some_of([repr(each.name) for each in lone])
+            names = some_of([repr(each.name) for each in lone], at_most=_MAX_LAYERS)
             return dataclasses.replace(finding, noted=_NORMALIZE_ALONE.format(names))
         return finding
 
@@ -186,10 +188,7 @@ class StepCheck:
                 whole = self._step.of_one_process(samples.whole, draws.kept, _as_it_is)
                 problem = None
             except Exception as error:  # A program may refuse a batch of another size.
-                whole, problem = (
-                    Outcome(),
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                )
+                whole, problem = Outcome(), error_text.class_and_message(error)
             everyone = self._collectives.allgather((problem, draws.digest()))
             problems = [each for each, _ in everyone if each is not None]
             if problems:
