@@ -1,42 +1,59 @@
-"""Models that several ranks save to the same file: it is always one rank's whole file."""
+"""Models that several ranks save under the same path: what is there is always one rank's, and whole."""
 
+import errno
 import functools
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.distributed import runtime
-from hvdtrain.system.atomic_files import replaced_on_success
-
-_SUFFIXES = (".keras", ".h5")
+from hvdtrain.system.atomic_files import commit, remove, removed_on_failure, sync
 
 
-def with_whole_files(save: Callable[..., None]) -> Callable[..., None]:
-    """A method of ``keras.Model`` that saves it; on several ranks, it writes another file and renames that."""
+def saved_whole(save: Callable[..., None]) -> Callable[..., None]:
+    """A method of ``keras.Model`` that writes a file or a folder; on several ranks, under another name at first."""
     signature = inspect.signature(save)
 
     @functools.wraps(save)
     def save_and_rename(*arguments: Any, **named: Any) -> None:
         call = signature.bind(*arguments, **named)
-        call.apply_defaults()
-        rank, path = runtime.collectives().rank, _file(**call.arguments)
-        if runtime.collectives().size == 1 or path is None:
+        collectives, path = runtime.collectives(), _local_path(**call.arguments)
+        if collectives.size == 1 or path is None:
             save(*arguments, **named)
             return
-        with replaced_on_success(path, path.with_name(f".writing-by-rank-{rank}-{path.name}")) as aside:
-            call.arguments["filepath"] = str(aside)
+        aside = path.with_name(f".writing-by-rank-{collectives.rank}-{path.name}")
+        call.arguments["filepath"] = str(aside)
+        remove(aside)
+        with removed_on_failure(aside):
             save(*call.args, **call.kwargs)
+            if aside.is_dir():
+                _put_folder(aside, path)
+            else:
+                commit(aside, path)
 
     return save_and_rename
 
 
-def _file(filepath: Any, overwrite: bool, zipped: bool | None = None, **_: Any) -> Path | None:
-    """The file that a call writes; None if it writes a folder or to an object store, asks the user, or fails."""
-    if not isinstance(filepath, str | os.PathLike) or "://" in str(filepath) or zipped is False:
+def _local_path(filepath: Any, overwrite: bool = True, **_: Any) -> Path | None:
+    """Where a call writes; None if that is an object store, or the call asks the user, or cannot succeed."""
+    if not isinstance(filepath, str | os.PathLike) or "://" in str(filepath):
         return None
     path = Path(os.path.realpath(filepath))
-    if path.suffix not in _SUFFIXES or not path.parent.is_dir() or path.is_dir() or (path.exists() and not overwrite):
-        return None
-    return path
+    return path if path.parent.is_dir() and (overwrite or not path.exists()) else None
+
+
+def _put_folder(aside: Path, path: Path) -> None:
+    sync(aside)
+    old = aside.with_name(f"{aside.name}-old")
+    with suppress(FileNotFoundError):  # There is none, or another rank has moved it.
+        path.rename(old)
+    try:
+        aside.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        remove(aside)  # Another rank's is there.
+    remove(old)

@@ -3,7 +3,8 @@
 import re
 
 _TERMINAL_COLORS = re.compile(r"\x1b\[[0-9;]*m")
-_TENSORFLOW_OPERATIONS = re.compile(r"\{\{.*?\}\}|\[Op:.*|\[\[.*")
+_NODE = re.compile(r"\{\{node (\S+)\}\}")
+_OTHER_OPERATIONS = re.compile(r"\{\{.*?\}\}|\[Op:.*|\[\[.*")
 _KERAS = re.compile(r"Exception encountered when calling |Error encountered:$")
 _RAISED = re.compile(r"(\w+\.)*\w*(Error|Exception): ")
 
@@ -32,4 +33,4 @@ def _essential_line(text: str) -> str:
         return _essential_line("\n".join(lines[next(raised, len(lines) - 1) :]))
     elif _KERAS.search(lines[0]) and len(lines) > 1:  # what is wrong, arguments of the layer
         return _essential_line("\n".join(lines[1:]))
-    return _TENSORFLOW_OPERATIONS.sub("", lines[0]).strip()
+    return _OTHER_OPERATIONS.sub("", _NODE.sub(r"\1", lines[0])).strip()

@@ -258,19 +258,39 @@ def test_a_file_that_cannot_be_written_ends_no_other_rank(folder):
     assert [each.name for each in folder.iterdir()] == ["a.npy"]
 
 
-@pytest.mark.parametrize("name", ["model.keras", "model.h5", "model.weights.h5"])
-def test_all_ranks_may_save_to_the_same_file(name, folder):
+def load_weights(path) -> keras.Model:
+    model = compiled()
+    model.load_weights(path)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "load"),
+    [
+        ("model.keras", keras.Model.save, keras.models.load_model),
+        ("model.h5", keras.Model.save, keras.models.load_model),
+        ("model.weights.h5", keras.Model.save_weights, load_weights),
+    ],
+)
+def test_all_ranks_may_save_to_the_same_file(name, save, load, folder):
     model, path = compiled(), folder / name
     hvdtrain.broadcast(model)
-    only_weights = name == "model.weights.h5"
     for _ in range(10):
-        (model.save_weights if only_weights else model.save)(path)
-        loaded = compiled() if only_weights else keras.models.load_model(path)
-        if only_weights:
-            loaded.load_weights(path)
-        np.testing.assert_array_equal(loaded.layers[-1].kernel, model.layers[-1].kernel)
+        save(model, path)
+        np.testing.assert_array_equal(load(path).layers[-1].kernel, model.layers[-1].kernel)
     COLLECTIVES.barrier()
     assert [each.name for each in folder.iterdir()] == [name]
+
+
+def test_all_ranks_may_export_to_the_same_folder(folder):
+    model, path = compiled(), folder / "exported"
+    hvdtrain.broadcast(model)
+    for _ in range(5):
+        model.export(path, verbose=False)
+    COLLECTIVES.barrier()
+    assert [each.name for each in folder.iterdir()] == ["exported"]
+    x, loaded = samples(3)[0], tf.saved_model.load(str(path))
+    np.testing.assert_array_equal(loaded.serve(x), model.predict(x, verbose=0))
 
 
 def test_what_is_refused():

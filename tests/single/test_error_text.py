@@ -25,6 +25,11 @@ def fails_in_a_model():
 
 
 @tf.function
+def fails_in_a_graph(x):
+    return tf.concat([x, tf.ones((1, 2))], 0)
+
+
+@tf.function
 def fails_in_user_code(x):
     if tf.reduce_sum(x) > 0:
         x = keras.backend.no_such_name(x)
@@ -50,6 +55,10 @@ def fails_without_text():
     [
         (fails_in_call, "InvalidArgumentError: Value for attr 'padding' of \"valid\" is not in the list of .*"),
         (fails_in_a_model, "ValueError: Attr 'padding' of 'Conv2D' Op passed string 'valid' not in: .*"),
+        (
+            lambda: fails_in_a_graph(tf.ones((1, 3))),
+            "ValueError: Dimension 0 in both .* are 3 and 2.* 'concat = Concat.*",
+        ),
         (lambda: fails_in_user_code(np.ones(3)), "AttributeError: module 'keras.* has no attribute 'no_such_name'"),
         (fails_in_a_lookup, r"InvalidArgumentError: .*indices\[0,0\] = 9 is not in \[0, 4\)"),
         (fails_in_fit, r"InvalidArgumentError: indices\[\d\] = 59 is not in \[0, 4\)"),
