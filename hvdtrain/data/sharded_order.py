@@ -115,7 +115,7 @@ def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[]
 
 
 def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:
-    """A digest of each part of the first batches; empty if it is not the same whenever they are read."""
+    """A digest of each part of the first batches; empty if it is not the same when they are read again."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         first, again = _read_first_samples(dataset), _read_first_samples(dataset)
@@ -128,9 +128,6 @@ def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:
 
 
 def _read_first_samples(dataset: keras.utils.PyDataset) -> list[str]:
-    # Augmentation by these generators is then the same on all ranks.
-    random.seed(0)
-    np.random.seed(0)
     batches: list[list[Any]] = []
     while len(batches) != dataset.num_batches and sum(len(parts[0]) for parts in batches) < _NUM_COMPARED:
         batches.append([np.asarray(part) for part in tf.nest.flatten(dataset[len(batches)]) if part is not None])

@@ -9,6 +9,7 @@ import tensorflow as tf
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.agreement import require_agreement, require_same_call
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.program_operations import note_own_reduction
 from hvdtrain.errors import UsageError
 
 Op: TypeAlias = Literal["mean", "sum", "min", "max"]
@@ -36,6 +37,7 @@ def reduce(values: Any, op: Op = "mean", *, collectives: Collectives | None = No
     _require_eager("reduce", "average")
     if op not in ("mean", "sum", *_EXTREMES):
         raise UsageError(f"op must be mean, sum, min or max. Received: {op!r}")
+    note_own_reduction()
     ranks = collectives or runtime.current().collectives
     flat = keras.tree.flatten(values)
     arrays = [np.asarray(each) for each in flat]

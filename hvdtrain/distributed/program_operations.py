@@ -26,6 +26,7 @@ _REPLACED = (
 )
 _noted: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("hvdtrain_operations", default=None)
 _zero: tf.Variable | None = None
+_has_reduced = False
 
 
 def known_late(tensor: tf.Tensor) -> tf.Tensor:
@@ -49,7 +50,10 @@ def run_operations_late() -> None:
 def _run_late(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def operation(inputs: Any, *arguments: Any, name: str | None = None, **named: Any) -> Any:
-        if tf.executing_eagerly() or (name or "").startswith(OWN):
+        if (name or "").startswith(OWN):
+            return function(inputs, *arguments, name=name, **named)
+        note_own_reduction()
+        if tf.executing_eagerly():
             return function(inputs, *arguments, name=name, **named)
         late = tf.nest.map_structure(lambda each: known_late(tf.convert_to_tensor(each)), inputs)
         outputs = function(late, *arguments, name=name, **named)
@@ -59,6 +63,17 @@ def _run_late(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return operation
+
+
+def note_own_reduction() -> None:
+    """The program itself combines values of ranks, which may be gradients."""
+    global _has_reduced
+    _has_reduced = True
+
+
+def has_own_reductions() -> bool:
+    """Whether the program itself has combined values of ranks, or has traced a step that does."""
+    return _has_reduced
 
 
 @contextlib.contextmanager

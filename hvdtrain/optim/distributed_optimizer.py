@@ -29,6 +29,7 @@ from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.fused_sgd import fused_update_step
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.keras_calls import call_pipeline
+from hvdtrain.optim.loop_replicas import LoopReplicas
 from hvdtrain.optim.made_steps import count_steps_of
 from hvdtrain.optim.pipeline import GradientPipeline, pipeline_of, pipelines_of, require_pipeline
 from hvdtrain.optim.sharded_updates import require_elementwise, shard_state
@@ -147,6 +148,7 @@ def make_pipeline(optimizer: Any, reduction: StepReduction, *, ema_ramp: bool) -
         average = moving_average_per_update(optimizer)
     return GradientPipeline(
         start=EqualStart(reduction.collectives),
+        replicas=LoopReplicas(reduction.collectives),
         reduce=reduction,
         clip=clip if on_parts is None else on_parts.clip,
         decay=keras_internals.DECAY.of(optimizer) if on_parts is None else on_parts.decay,

@@ -9,7 +9,6 @@ from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.initial_seeds import first_with_other_seed
-from hvdtrain.distributed.optimizers import is_accumulator
 from hvdtrain.distributed.replica_consistency import first_difference
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.snapshot import path_of, resource_of
@@ -64,8 +63,8 @@ class EqualStart:
 
         Args:
             reduction: how the optimizer's gradients are combined.
-            variables: all that the optimizer updates, its own included. Of sharded tables, the seeds of their rows are
-                compared.
+            variables: all that the optimizer updates alike on all ranks, its own included. Of sharded tables, the seeds
+                of their rows are compared.
 
         Raises:
             DisagreementError: on every rank, if optimizers have different arguments.
@@ -81,8 +80,7 @@ class EqualStart:
             require_equal_optimizers(optimizer, reduction, collectives)
             if self._broadcast is not None:
                 self._broadcast()
-            replicated = [each for each in whole_variables(variables) if not is_accumulator(path_of(each))]
-            difference = first_difference(replicated, collectives)
+            difference = first_difference(whole_variables(variables), collectives)
             other_seed = first_with_other_seed(variables, collectives)
         if other_seed is not None:
             raise DivergenceError(

@@ -9,6 +9,7 @@ from hvdtrain.config.exclusions import GATHERED_SAMPLES, JIT_COMPILE, refusal_of
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.graph_names import unique_name
+from hvdtrain.distributed.program_operations import note_own_reduction
 from hvdtrain.distributed.weighted_gradients import of_weighted_losses
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.global_loss import LossScope, UncompilableLossError, step_scope
@@ -54,6 +55,7 @@ def average(tensors: Any) -> Any:
     Args:
         tensors: a dense tensor, or a structure of them, of equal shapes on every rank; None stays None.
     """
+    note_own_reduction()
     scope = step_scope()
     collectives = runtime.current().collectives if scope is None else scope.collectives
     flat = tf.nest.flatten(tensors)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.distributed import runtime
@@ -9,15 +10,18 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.compressed_reduction import make_reducer
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
+from hvdtrain.distributed.program_operations import note_own_reduction
+from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.step_sums import StepSums
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.equal_start import require_same_gradients
+from hvdtrain.optim.loop_replicas import LoopReplicas
 from hvdtrain.optim.made_steps import count_step_of_a_tape
-from hvdtrain.optim.own_loops import note_reduction
+from hvdtrain.optim.own_loops import compares_replicas, note_reduction
 from hvdtrain.optim.step_reduction import StepReduction
 
-_compared: set[tuple[int, ...]] = set()
-"""For which variables the ranks have compared which have gradients."""
+_replicas: dict[tuple[int, ...], LoopReplicas] = {}
+"""By the variables, of which ranks have compared which have gradients."""
 
 
 class DistributedGradientTape:
@@ -71,21 +75,28 @@ class DistributedGradientTape:
         flat = tf.nest.flatten(gradients)
         found = [i for i, each in enumerate(flat) if each is not None]
         variables = tf.nest.flatten(sources)
-        self._require_same_gradients(found, variables)
+        replicas = self._require_same_gradients(found, variables)
         if found:
+            note_own_reduction()
+            num_steps = count_step_of_a_tape()
+            if compares_replicas(self._collectives):
+                shared = [each for each in variables if isinstance(each, keras.Variable | tf.Variable)]
+                replicas.compare_now_and_then(num_steps, whole_variables(shared))
             reduced = self._reduce([variables[i] for i in found], [flat[i] for i in found]).gradients
             for i, each in zip(found, reduced, strict=True):
                 flat[i] = each
-            count_step_of_a_tape()
         return tf.nest.pack_sequence_as(gradients, flat)
 
-    def _require_same_gradients(self, found: list[int], variables: list[Any]) -> None:
+    def _require_same_gradients(self, found: list[int], variables: list[Any]) -> LoopReplicas:
         key = (id(self._collectives), *map(id, variables))
-        if self._collectives.size > 1 and key not in _compared:
-            _compared.add(key)
+        if key in _replicas:
+            return _replicas[key]
+        _replicas[key] = LoopReplicas(self._collectives)
+        if self._collectives.size > 1:
             note_reduction(self._reduce.config, self._collectives)
             names = [str(getattr(variables[i], "path", variables[i].name)) for i in found]
             require_same_gradients(found, names, self._collectives)
+        return _replicas[key]
 
     def __enter__(self) -> "DistributedGradientTape":
         self._tape.__enter__()

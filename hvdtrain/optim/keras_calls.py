@@ -32,12 +32,12 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.batch_norm import moments_over_ranks
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.gradient_reduction import Gradient
-from hvdtrain.distributed.optimizers import is_horovods_own, leaves, optimizers_of
+from hvdtrain.distributed.optimizers import is_accumulator, is_horovods_own, leaves, optimizers_of
 from hvdtrain.distributed.program_operations import noted_operations
 from hvdtrain.distributed.row_lookup import with_unknown_ids
 from hvdtrain.distributed.shards import whole_variables
 from hvdtrain.distributed.single_process import SingleProcessCollectives
-from hvdtrain.distributed.snapshot import resource_of
+from hvdtrain.distributed.snapshot import path_of, resource_of
 from hvdtrain.distributed.step_variables import outside_of_step
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.distributed.weighted_gradients import GradientWeight
@@ -50,7 +50,7 @@ from hvdtrain.optim.equal_steps import with_equal_ranks
 from hvdtrain.optim.evaluated_values import with_values_over_ranks
 from hvdtrain.optim.lone_training import run_guarded
 from hvdtrain.optim.method_replacement import replace_method
-from hvdtrain.optim.own_loops import note_reduction
+from hvdtrain.optim.own_loops import compares_replicas, note_lone_update, note_reduction
 from hvdtrain.optim.pipeline import (
     Applied,
     GradientPipeline,
@@ -324,8 +324,10 @@ def _apply_if_distributed(self: Any, grads: Sequence[Any], trainable_variables: 
             "each optimizer that a train_step applies must be distributed. Received: "
             f"{self.name}, which is not. Wrap it in DistributedOptimizer, and keep it as an attribute of the model."
         )
-    if pipeline_of(self) is None and trainable_variables is not None:
-        require_no_norms_of_tables(self, trainable_variables)
+    if pipeline_of(self) is None:
+        note_lone_update(self)
+        if trainable_variables is not None:
+            require_no_norms_of_tables(self, trainable_variables)
     _apply_here(self, grads, trainable_variables)
 
 
@@ -511,9 +513,16 @@ def call_pipeline(optimizer: Any, pipeline: GradientPipeline) -> None:
                 [known.index(id(variable)) for variable in own.variables], own.variables, pipeline.reduce.collectives
             )
             is_local = pipeline.reduce.are_local(own.variables)
-            shared = [variable for variable, local in zip(own.variables, is_local, strict=True) if not local]
-            variables = [*shared, *whole_variables(optimizer.variables)]
-            pipeline.start.require(optimizer, pipeline.reduce.config, variables, pipeline.reduce.collectives)
+            weights = [variable for variable, local in zip(own.variables, is_local, strict=True) if not local]
+            own_state = [each for each in whole_variables(optimizer.variables) if not is_accumulator(path_of(each))]
+            pipeline.start.require(
+                optimizer, pipeline.reduce.config, [*weights, *own_state], pipeline.reduce.collectives
+            )
+            if compares_replicas(pipeline.reduce.collectives):
+                # First the cause, such as a learning rate.
+                numbers = [each for each in own_state if each.shape == ()]
+                compared = [*numbers, *whole_variables(weights)]
+                pipeline.replicas.compare_now_and_then(tf.convert_to_tensor(optimizer.iterations), compared)
         return reduce_check_and_clip(pipeline, own, gradients)
 
     def decay(variables: Sequence[keras.Variable]) -> None:

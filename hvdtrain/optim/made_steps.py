@@ -17,13 +17,15 @@ def count_steps_of(optimizer: keras.optimizers.Optimizer) -> None:
     _optimizers.append(weakref.ref(optimizer))
 
 
-def count_step_of_a_tape() -> None:
-    """Counts a step; one that is traced, whenever it runs."""
+def count_step_of_a_tape() -> tf.Tensor:
+    """Counts a step; one that is traced, whenever it runs. Returns the number of steps of tapes before it."""
     global _steps_of_tapes
     if _steps_of_tapes is None:
         with outside_of_step(), tf.device("CPU"):
             _steps_of_tapes = tf.Variable(0, trainable=False, dtype=tf.int64)
+    num_steps = _steps_of_tapes.read_value()
     _steps_of_tapes.assign_add(1)
+    return num_steps
 
 
 def counts_steps() -> bool:

@@ -18,6 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.optim.epoch_steps import EpochSteps
 from hvdtrain.optim.equal_start import EqualStart
 from hvdtrain.optim.kept_batch import KeptBatch
+from hvdtrain.optim.loop_replicas import LoopReplicas
 from hvdtrain.optim.step_reduction import StepReduction
 
 OwnGradients = Sequence[Gradient | None]
@@ -69,6 +70,8 @@ class GradientPipeline:
     # Keras adds them to those of earlier micro-batches (gradient_accumulation_steps); what follows happens once a step.
     start: EqualStart | None = None
     """At the first reduction: requires that replicas are equal."""
+    replicas: LoopReplicas
+    """At later ones, in a loop of the program's own: the same."""
     reduce: StepReduction
     """Reduces the gradients over ranks."""
     check: Check = dataclasses.field(default_factory=NoCheck)

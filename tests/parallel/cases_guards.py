@@ -11,9 +11,9 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.data import sharded_order
-from hvdtrain.distributed import runtime
-from hvdtrain.errors import DisagreementError, UnequalError, UsageError
-from hvdtrain.optim import own_loops
+from hvdtrain.distributed import program_operations, runtime
+from hvdtrain.errors import DisagreementError, DivergenceError, UnequalError, UsageError
+from hvdtrain.optim import made_steps, own_loops
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -102,6 +102,73 @@ def test_a_loop_of_which_nothing_is_compared_is_reported_once(verifies, monkeypa
         step((X[:BATCH], Y[:BATCH]))
     line = "hvdtrain: the steps of this training loop are not compared with those of one process"
     assert capfd.readouterr().err.count(line) == (RANK == 0 and not verifies)
+
+
+def averaged_by_a_tape(tape: tf.GradientTape, loss, weights) -> list[tf.Tensor]:
+    return hvdtrain.DistributedGradientTape(tape).gradient(loss, weights)
+
+
+AVERAGING = {
+    "nothing": lambda tape, loss, weights: tape.gradient(loss, weights),
+    "hvdtrain.average": lambda tape, loss, weights: hvdtrain.average(tape.gradient(loss, weights)),
+    "a tape": averaged_by_a_tape,
+}
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize("averaged_by", AVERAGING)
+def test_a_loop_in_which_ranks_train_alone_is_reported_once(averaged_by, compiles, monkeypatch, capfd):
+    monkeypatch.setattr(own_loops, "_is_lone_loop_known", False)
+    monkeypatch.setattr(program_operations, "_has_reduced", False)
+    model, optimizer = network(), keras.optimizers.SGD()
+    hvdtrain.broadcast(model)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x)))
+        weights = model.trainable_variables
+        optimizer.apply(AVERAGING[averaged_by](tape, loss, weights), weights)
+
+    step = tf.function(step) if compiles else step
+    for _ in range(2):
+        step(X[:BATCH], Y[:BATCH])
+    told = capfd.readouterr().err.count("hvdtrain: each rank trains alone in this loop")
+    assert told == (RANK == 0 and averaged_by == "nothing")
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+@pytest.mark.parametrize(
+    ("has_tape", "accumulates", "found"),
+    [(False, None, "sgd/learning_rate"), (False, 3, "sgd/learning_rate"), (True, None, ".*/kernel")],
+)
+def test_replicas_that_differ_in_a_loop_are_found(has_tape, accumulates, found, compiles, monkeypatch):
+    monkeypatch.setattr(made_steps, "_steps_of_tapes", None)
+    model = network()
+    optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=accumulates, name="sgd")
+    optimizer = optimizer if has_tape else hvdtrain.DistributedOptimizer(optimizer)
+    optimizer.build(model.trainable_variables)
+    hvdtrain.broadcast(model)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x)))
+        weights = model.trainable_variables
+        gradients = averaged_by_a_tape(tape, loss, weights) if has_tape else tape.gradient(loss, weights)
+        optimizer.apply(gradients, weights)
+
+    step = tf.function(step) if compiles else step
+
+    def update():
+        for _ in range(accumulates or 1):
+            step(X[:BATCH], Y[:BATCH])
+
+    for _ in range(10):
+        update()
+    optimizer.learning_rate = 0.01 + 0.01 * RANK
+    text = rf"replicas must be equal. After step 16, variable '{found}' of rank"
+    with pytest.raises(tf.errors.UnknownError if compiles else DivergenceError, match=text):  # noqa: PT012
+        for _ in range(10):
+            update()
 
 
 def test_a_model_that_ranks_would_train_alone():
