@@ -23,6 +23,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         collectives: the ranks that train together (default: those of ``hvdtrain.init()``).
     """
 
+    averages_values = True
+
     def __init__(self, collectives: Collectives | None = None):
         super().__init__()
         self._collectives = collectives or runtime.current().collectives

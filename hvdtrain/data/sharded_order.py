@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed import runtime
+from hvdtrain.distributed.dataset_inputs import with_inputs
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import tensorflow_internals
 
@@ -101,10 +102,7 @@ tf.data.Dataset.shard = _note_and_shard
 def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[], str]) -> Order:
     """The arrays that a data set is made of, and the seeds of its shuffles."""
     order = []
-    waiting = [dataset]
-    while waiting:
-        each = waiting.pop()
-        waiting += tensorflow_internals.DATASET_INPUTS.of(each)()
+    for each in with_inputs(dataset):
         arrays = vars(each).get(tensorflow_internals.DATASET_ARRAYS, [])
         order += [_some_rows(array) for array in arrays if array.dtype != tf.variant and array.shape.rank]
         seeds = [vars(each).get(name) for name in tensorflow_internals.SHUFFLE_SEEDS]

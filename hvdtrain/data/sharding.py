@@ -9,6 +9,7 @@ from hvdtrain.data import sharded_order
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
+from hvdtrain.optim.values_of_parts import note_parts
 
 
 def shard(*data: Any, drop_remainder: bool = True) -> Any:
@@ -40,6 +41,8 @@ def shard(*data: Any, drop_remainder: bool = True) -> Any:
     if topology.size > 1:
         sharded_order.note(data)
     parts = shard_of(data, topology.rank, topology.size, drop_remainder=drop_remainder)
+    if topology.size > 1:
+        note_parts(parts)
     return parts if len(parts) > 1 else parts[0]
 
 

@@ -17,6 +17,7 @@ from hvdtrain.optim.ema import require_whole_ema
 from hvdtrain.optim.equal_programs import require_equal_programs
 from hvdtrain.optim.pipeline import pipelines_of, require_pipelines
 from hvdtrain.optim.rank_policy import require_own_places, require_savable
+from hvdtrain.optim.values_of_parts import tell_of_fit
 
 _RULE = "all ranks must make the same number of steps per epoch."
 _REMEDY = "Pass the data through hvdtrain.shard, or set steps_per_epoch to what every rank has."
@@ -166,6 +167,7 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
             require_savable(model, callbacks)
             require_equal_programs(model, call.arguments, collectives)
             if not any(getattr(each, "compares_ranks", False) for each in callbacks):
+                tell_of_fit(callbacks)
                 call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(callbacks, collectives)]
         try:
             with lengths_noted():

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvdtrain.optim.values_of_parts import tell_of_evaluate
 from hvdtrain.seams import keras_internals
 
 
@@ -18,10 +19,11 @@ def with_values_over_ranks(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate_over_ranks(model: keras.Model, *arguments: Any, **named: Any) -> Any:
         call = signature.bind(model, *arguments, **named)
         callbacks = call.arguments.get("callbacks")
-        if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):  # model.fit's own validation
+        if isinstance(callbacks, keras.callbacks.CallbackList):  # model.fit's own validation
             return evaluate(*call.args, **call.kwargs)
         found = [each for each in keras.tree.flatten(callbacks) if hasattr(each, "evaluated_values")]
         if not found:
+            tell_of_evaluate(call.arguments.get("x"))
             return evaluate(*call.args, **call.kwargs)
         returns_dict = call.arguments.get("return_dict", False)
         call.arguments["return_dict"] = True

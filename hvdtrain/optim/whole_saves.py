@@ -3,9 +3,10 @@
 import errno
 import functools
 import inspect
+import io
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def saved_whole(save: Callable[..., None]) -> Callable[..., None]:
         call.arguments["filepath"] = str(aside)
         remove(aside)
         with removed_on_failure(aside):
-            save(*call.args, **call.kwargs)
+            with redirect_stdout(io.StringIO()) as said:
+                save(*call.args, **call.kwargs)
+            print(said.getvalue().replace(str(aside), str(path)), end="", flush=True)
             if aside.is_dir():
                 _put_folder(aside, path)
             else:

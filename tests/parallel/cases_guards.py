@@ -10,10 +10,11 @@ from compared_programs import BATCH, COLLECTIVES, FEATURES, RANK, SIZE, TARGETS,
 from keras import layers
 
 import hvdtrain
+from hvdtrain.callbacks import MetricAverageCallback, distributed
 from hvdtrain.data import sharded_order
 from hvdtrain.distributed import program_operations, runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UnequalError, UsageError
-from hvdtrain.optim import made_steps, own_loops
+from hvdtrain.optim import made_steps, own_loops, values_of_parts
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -81,6 +82,41 @@ def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed(monkeypatch):
     tf.random.set_seed(None)
     tf.data.Dataset.range(99).shuffle(99).shard(SIZE, RANK)
     assert sharded_order.differ(COLLECTIVES.allgather(sharded_order.noted()))
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "is_told"), [(list, True), (distributed, False), (lambda: [MetricAverageCallback()], False)]
+)
+def test_values_of_each_ranks_samples_in_fit_are_announced_once(callbacks, is_told, monkeypatch, capfd):
+    monkeypatch.setattr(values_of_parts, "_told", set())
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)), mean_square)
+    hvdtrain.broadcast(model)
+    for _ in range(2):
+        model.fit(X, Y, verbose=0, callbacks=callbacks())
+    told = capfd.readouterr().err.count("losses and metrics of model.fit are those of each rank's samples.")
+    assert told == (RANK == 0 and is_told)
+
+
+EVALUATED = {
+    "its part": lambda: dict(zip("xy", hvdtrain.shard(FEATURES, TARGETS), strict=True)),
+    "its part of a data set": lambda: {"x": hvdtrain.shard(tensors(np.random.default_rng(0))).batch(BATCH)},
+    "its part, over all ranks": lambda: {**EVALUATED["its part"](), "callbacks": distributed()},
+    "all samples": lambda: {"x": FEATURES, "y": TARGETS},
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_values_of_each_ranks_samples_in_evaluate_are_announced_once(kind, monkeypatch, capfd):
+    monkeypatch.setattr(values_of_parts, "_told", set())
+    monkeypatch.setattr(sharded_order, "_orders", [])
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()), mean_square)
+    hvdtrain.broadcast(model)
+    for _ in range(2):
+        model.evaluate(**EVALUATED[kind](), verbose=0)
+    told = capfd.readouterr().err.count("model.evaluate received each rank's part of the data, and returns its values.")
+    assert told == (RANK == 0 and kind in ("its part", "its part of a data set"))
 
 
 @pytest.mark.parametrize("verifies", [False, True])

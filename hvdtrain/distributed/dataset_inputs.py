@@ -1,0 +1,14 @@
+"""What a ``tf.data.Dataset`` is made of."""
+
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from hvdtrain.seams import tensorflow_internals
+
+
+def with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """The data set, and all others of whose elements it makes its own."""
+    yield dataset
+    for each in tensorflow_internals.DATASET_INPUTS.of(dataset)():
+        yield from with_inputs(each)
