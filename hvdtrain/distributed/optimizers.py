@@ -54,9 +54,29 @@ def require_keras_model(model: object) -> None:
     """
     if not isinstance(model, keras.Model):
         name = f"{type(model).__module__}.{type(model).__name__}"
-        is_of_keras_2 = name.startswith("tf_keras.")
-        hint = " Models of tf-keras (Keras 2) train with Horovod's own DistributedOptimizer." if is_of_keras_2 else ""
-        raise UsageError(f"model must be a model of Keras 3. Received: {name}.{hint}")
+        raise UsageError(f"model must be a model of Keras 3. Received: {name}.{_hint_at_keras_2(model)}")
+
+
+def require_plain_optimizer(optimizer: object) -> None:
+    """Refuses optimizers of another Keras, and those that Horovod has wrapped.
+
+    Raises:
+        UsageError: it is not a plain optimizer of Keras 3.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or is_horovods_own(optimizer):
+        hint = _hint_at_keras_2(optimizer) or " Pass the plain one."
+        raise UsageError(
+            f"optimizer must be an optimizer of Keras 3 that Horovod has not wrapped. Received: {optimizer!r}.{hint}"
+        )
+
+
+def _hint_at_keras_2(value: object) -> str:
+    if not type(value).__module__.startswith("tf_keras."):
+        return ""
+    return (
+        " Models of tf-keras (Keras 2, TF_USE_LEGACY_KERAS=1) train with the optimizers of tf-keras and Horovod's own "
+        "DistributedOptimizer."
+    )
 
 
 def is_horovods_own(optimizer: object) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -16,6 +17,7 @@ from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices, environment, network, process_limit
+from hvdtrain.system.launcher import Launcher
 from hvdtrain.system.terminal import report
 
 OnUnequal = Literal["stop", "warn", "ignore"]
@@ -103,6 +105,7 @@ def _start(
     if timeline is not None:
         environment.enable_timeline(timeline)
     launcher = environment.launcher()
+    _require_rank(launcher)
     if (shortage := process_limit.shortage()) is not None:
         report(launcher.rank, shortage)
     collectives: Collectives
@@ -133,6 +136,16 @@ def _start(
         launcher=launcher.name,
     )
     return Runtime(topology, collectives, process_sets)
+
+
+def _require_rank(launcher: Launcher) -> None:
+    """Refuses a child of a rank, which would wait in MPI for other ranks forever."""
+    # A child that imports the program does not know its parent yet.
+    if multiprocessing.current_process().name != "MainProcess" and launcher.size > 1:
+        raise UsageError(
+            "each rank must be one process. Received: hvdtrain.init() in a process that a rank has started by "
+            "multiprocessing, which imports the program. Call hvdtrain.init() within if __name__ == '__main__':."
+        )
 
 
 def process_set(ranks: Sequence[int]) -> Collectives:

@@ -17,7 +17,7 @@ from hvdtrain.distributed.compression_memory import CompressionMemory
 from hvdtrain.distributed.compression_names import make_compression
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.gradient_reduction import GradientReducer
-from hvdtrain.distributed.optimizers import is_horovods_own, leaves
+from hvdtrain.distributed.optimizers import leaves, require_plain_optimizer
 from hvdtrain.distributed.sharded_reduction import ShardedReduction
 from hvdtrain.distributed.shards import row_shard_of
 from hvdtrain.distributed.step_sums import StepSums
@@ -100,11 +100,7 @@ def distribute(
     Raises:
         UsageError: as :func:`DistributedOptimizer`.
     """
-    if not isinstance(optimizer, keras.optimizers.Optimizer) or is_horovods_own(optimizer):
-        raise UsageError(
-            "optimizer must be an optimizer of Keras 3 that Horovod has not wrapped. "
-            f"Received: {optimizer!r}. Pass the plain one."
-        )
+    require_plain_optimizer(optimizer)
     if is_distributed(optimizer):
         raise UsageError(
             f"an optimizer must be wrapped once. Received: {optimizer.name}, which is distributed already."

@@ -65,3 +65,22 @@ def test_a_rank_is_suspended_for_longer_than_gloo_would_wait(launcher):
     assert re.search(r"no rank has made a step for \d+ s; rank 1 \(host \w+\) does not answer", done.output), (
         done.output
     )
+
+
+FORGOTTEN_GUARD = """
+import multiprocessing, sys
+import hvdtrain
+hvdtrain.init()
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=print)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode != 1)
+"""
+
+
+def test_a_child_that_imports_the_program_of_a_rank_is_refused(tmp_path):
+    (tmp_path / "program.py").write_text(FORGOTTEN_GUARD)
+    done = run_job([sys.executable, str(tmp_path / "program.py")], ranks=2, timeout_s=60)
+    assert done.code == 0, done.output
+    assert done.output.count("each rank must be one process. Received: hvdtrain.init() in a process that a rank") == 2

@@ -272,10 +272,15 @@ def test_a_saved_model_has_no_trace_of_horovod(tmp_path):
     assert int(hvdtrain.DistributedOptimizer(loaded.optimizer).iterations) == 1
 
 
+class Keras2Optimizer:
+    __module__ = "tf_keras.src.optimizers.adam"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: hvdtrain.DistributedOptimizer("adam"), "must be an optimizer of Keras 3 .* Received: 'adam'"),
+        (lambda: hvdtrain.DistributedOptimizer(Keras2Optimizer()), "with the optimizers of tf-keras and Horovod's own"),
         (lambda: hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), op="median"), "op must be one of average, sum"),
         (
             lambda: hvdtrain.DistributedOptimizer(keras.optimizers.SGD(), compression="zip"),
