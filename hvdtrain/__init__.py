@@ -180,8 +180,12 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use: TensorFlow takes seconds to import, and MPI must not start."""
     if name not in __all__:
+        from hvdtrain.system import horovod_names
+
         closest = difflib.get_close_matches(name, __all__, n=1)
         hint = f". Did you mean {closest[0]}?" if closest else ""
+        if (replacement := horovod_names.replacement(name)) is not None:
+            hint = f". Instead of Horovod's {name}, use {replacement}"
         raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}{hint}")
     if name not in _WITHOUT_TENSORFLOW:
         from hvdtrain.system.tensorflow_start import import_tensorflow

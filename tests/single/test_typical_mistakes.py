@@ -14,6 +14,7 @@ Tested elsewhere:
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import pytest
 
 import hvdtrain
 from hvdtrain.commands import cli
+from hvdtrain.system import horovod_names
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_TASK = (ROOT / "examples" / "own_task.py").read_text()
@@ -244,9 +246,19 @@ def test_a_failing_rank_shows_no_traceback_of_the_launcher(launcher):
     assert "Traceback" not in done.stderr
 
 
+def test_names_of_horovod_lead_to_names_that_exist():
+    for name, text in horovod_names._REPLACEMENTS.items():
+        assert name not in hvdtrain.__all__
+        assert set(re.findall(r"hvdtrain\.(\w+)", text)) <= set(hvdtrain.__all__)
+
+
 def test_wrong_arguments_of_trainer_and_misspelled_names():
     with pytest.raises(AttributeError, match=r"module 'hvdtrain' has no attribute 'Trainr'\. Did you mean Trainer\?"):
         hvdtrain.Trainr  # noqa: B018
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'rank'\. Instead of Horovod's rank, use topology\.rank, where"
+    ):
+        hvdtrain.rank  # noqa: B018
 
 
 @pytest.mark.parametrize("option", ["--min-np", "--host-discovery-script"])
