@@ -25,6 +25,14 @@ def test_the_same_batches_are_told_of_also_without_checks(is_sharded, monkeypatc
     assert told == (RANK == 0 and SIZE > 1 and not is_sharded)
 
 
+@pytest.mark.parametrize("on_unequal", ["stop", "ignore"])
+def test_batches_of_ranks_have_the_same_structure(on_unequal, monkeypatch):
+    monkeypatch.setattr(runtime, "on_unequal", lambda: on_unequal)
+    found = r"same structure of batches. Received: dimensions of tensor 2: 2 on rank.* 0.*, 1 on rank.* 1"
+    with pytest.raises(DisagreementError, match=found):
+        fit(network(), y=Y[:, 0] if RANK % 2 else Y)
+
+
 class ShuffledBatches(keras.utils.PyDataset):
     """Batches in an order of its own, that of the data at first, and a new one after each epoch."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import sha256_of
 
@@ -74,8 +75,14 @@ def gather_samples(batch: Any, collectives: Collectives, *, equally_many: bool =
 
     Args:
         equally_many: take the same number of each rank, also of batches of different sizes.
+
+    Raises:
+        DisagreementError: on every rank: batches consist of different tensors, or some have other dimensions.
     """
     flat = tf.nest.flatten(batch)
+    dimensions = {f"dimensions of tensor {number}": _dimensions(each) for number, each in enumerate(flat, start=1)}
+    remedy = "Give all ranks data of the same structure."
+    require_agreement("structure of batches", dimensions, collectives, remedy=remedy)
     num_rows = _num_rows(flat)
     num_sent = max(1, num_rows // collectives.size) if num_rows else 0
     own = [_to_host(each, num_sent if _has_rows(each, num_rows) else None) for each in flat]
@@ -91,6 +98,13 @@ def gather_samples(batch: Any, collectives: Collectives, *, equally_many: bool =
         rows=rows,
         are_the_same=len({digest for *_, digest in everyone}) == 1 and everyone[0][2] is not None,
     )
+
+
+def _dimensions(leaf: Any) -> int | str:
+    number = len(getattr(leaf, "shape", ()))
+    if not _is_composite(leaf):
+        return number
+    return f"{number}, {'ragged' if isinstance(leaf, tf.RaggedTensor) else 'sparse'}"
 
 
 def _digest(flat: Sequence[Any], num_rows: int) -> str | None:
