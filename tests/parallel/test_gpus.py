@@ -33,6 +33,7 @@ def one_gpu(monkeypatch):
         ("metrics", 44),
         LONG("training", 41),
         LONG("fit+differing_ranks", 33),
+        LONG("guards", 41),
         LONG("optimizer", 48),
         LONG("local_sgd+local_members", 27),
         LONG("programs", 70),
@@ -55,7 +56,7 @@ def test_ranks_that_share_a_device_are_refused_in_one_line(tmp_path):
 @needs_gpu
 @pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --gloo"])
 @pytest.mark.parametrize(
-    ("names", "minimum"), [("training", 41), ("fit+averager", 45), ("local_sgd+local_members+resume", 41)]
+    ("names", "minimum"), [("training", 41), ("fit+averager+guards", 86), ("local_sgd+local_members+resume", 41)]
 )
 def test_cases_on_a_shared_gpu(names, minimum, launcher, one_gpu, tmp_path):
     run_cases(names, ranks=2, launcher=launcher, minimum=minimum, folder=tmp_path, timeout_s=900)
