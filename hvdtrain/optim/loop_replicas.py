@@ -22,11 +22,11 @@ _numbers = itertools.count()
 
 
 class LoopReplicas:
-    """Compares the variables that all ranks update alike. All ranks must make theirs in the same order."""
+    """Compares the variables that all ranks update alike. Ranks must first call theirs in the same order."""
 
     def __init__(self, collectives: Collectives):
         self._collectives = collectives
-        self._name = f"{OWN}loop_replicas_{next(_numbers)}"
+        self._name: str | None = None
 
     def compare_now_and_then(self, num_steps: tf.Tensor, variables: Sequence[keras.Variable | tf.Variable]) -> None:
         """In a step, before its update: compares variables after 16 steps, and after every 256 more.
@@ -39,11 +39,14 @@ class LoopReplicas:
             DivergenceError: on every rank: variables differ. A compiled step raises an error of TensorFlow's with its
                 text.
         """
+        if self._name is None:
+            self._name = f"{OWN}loop_replicas_{next(_numbers)}"
         # The fewest operations: they run in every step.
         is_due = (num_steps & (_EVERY - 1)) == _FIRST_STEP
         tf.cond(is_due, lambda: self._compare(num_steps, variables), lambda: True)
 
     def _compare(self, num_steps: tf.Tensor, variables: Sequence[keras.Variable | tf.Variable]) -> bool:
+        assert self._name is not None
         compared = [each for each in variables if resource_of(each).dtype.size in _INTEGERS]
         own = tf.stack([_sum_of_bits(resource_of(each)) for each in compared])
         everyone = self._collectives.gather_rows(own, self._name)

@@ -188,6 +188,8 @@ def test_a_loop_in_which_ranks_train_alone_is_reported_once(averaged_by, compile
 def test_replicas_that_differ_in_a_loop_are_found(has_tape, accumulates, found, compiles, monkeypatch):
     monkeypatch.setattr(made_steps, "_steps_of_tapes", None)
     model = network()
+    if RANK == 0:  # An optimizer that is not used does not matter.
+        hvdtrain.DistributedOptimizer(keras.optimizers.SGD())
     optimizer = keras.optimizers.SGD(0.01, gradient_accumulation_steps=accumulates, name="sgd")
     optimizer = optimizer if has_tape else hvdtrain.DistributedOptimizer(optimizer)
     optimizer.build(model.trainable_variables)
