@@ -14,15 +14,19 @@ from hvdtrain.distributed import runtime
 from hvdtrain.system.atomic_files import commit, remove, removed_on_failure, sync
 
 
-def saved_whole(save: Callable[..., None]) -> Callable[..., None]:
-    """A method of ``keras.Model`` that writes a file or a folder; on several ranks, under another name at first."""
+def saved_whole(save: Callable[..., None], *suffixes: str) -> Callable[..., None]:
+    """A method of ``keras.Model`` that writes a file or a folder; on several ranks, under another name at first.
+
+    Args:
+        suffixes: those that Keras accepts (default: any); it refuses others by the name that the user has given.
+    """
     signature = inspect.signature(save)
 
     @functools.wraps(save)
     def save_and_rename(*arguments: Any, **named: Any) -> None:
         call = signature.bind(*arguments, **named)
         collectives, path = runtime.collectives(), _local_path(**call.arguments)
-        if collectives.size == 1 or path is None:
+        if collectives.size == 1 or path is None or (suffixes and path.suffix not in suffixes):
             save(*arguments, **named)
             return
         aside = path.with_name(f".writing-by-rank-{collectives.rank}-{path.name}")

@@ -282,6 +282,13 @@ def test_all_ranks_may_save_to_the_same_file(name, save, load, folder):
     assert [each.name for each in folder.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("save", [keras.Model.save, keras.Model.save_weights])
+def test_a_name_that_keras_refuses_is_that_of_the_user(save, folder):
+    with pytest.raises(ValueError, match=r"model\.txt") as refused:
+        save(compiled(), folder / "model.txt")
+    assert "writing" not in str(refused.value)
+
+
 def test_all_ranks_may_export_to_the_same_folder(folder, capsys):
     model, path = compiled(), folder / "exported"
     hvdtrain.broadcast(model)
