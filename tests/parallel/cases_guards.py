@@ -28,7 +28,7 @@ def test_the_same_batches_are_told_of_also_without_checks(is_sharded, monkeypatc
 @pytest.mark.parametrize("on_unequal", ["stop", "ignore"])
 def test_batches_of_ranks_have_the_same_structure(on_unequal, monkeypatch):
     monkeypatch.setattr(runtime, "on_unequal", lambda: on_unequal)
-    found = r"same structure of batches. Received: dimensions of tensor 2: 2 on rank.* 0.*, 1 on rank.* 1"
+    found = r"tensors of the same dimensions. Received: 2, 2 on rank 0, 2, 1 on rank 1"
     with pytest.raises(DisagreementError, match=found):
         fit(network(), y=Y[:, 0] if RANK % 2 else Y)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.distributed.agreement import require_agreement
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import sha256_of
+from hvdtrain.errors import DisagreementError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,31 +80,36 @@ def gather_samples(batch: Any, collectives: Collectives, *, equally_many: bool =
         DisagreementError: on every rank: batches consist of different tensors, or some have other dimensions.
     """
     flat = tf.nest.flatten(batch)
-    dimensions = {f"dimensions of tensor {number}": _dimensions(each) for number, each in enumerate(flat, start=1)}
-    remedy = "Give all ranks data of the same structure."
-    require_agreement("structure of batches", dimensions, collectives, remedy=remedy)
     num_rows = _num_rows(flat)
     num_sent = max(1, num_rows // collectives.size) if num_rows else 0
     own = [_to_host(each, num_sent if _has_rows(each, num_rows) else None) for each in flat]
-    everyone = collectives.allgather((num_sent, own, _digest(flat, num_rows)))
+    dimensions = ", ".join(map(_dimensions, flat))
+    everyone = collectives.allgather((num_sent, own, _digest(flat, num_rows), dimensions))
+    first = everyone[0][-1]
+    for rank, (*_, others) in enumerate(everyone):
+        if others != first:
+            raise DisagreementError(
+                f"the batches of all ranks must have tensors of the same dimensions. Received: {first} on rank 0, "
+                f"{others} on rank {rank}. Give all ranks data of the same structure."
+            )
     sizes = [number for number, *_ in everyone]
     if min(sizes) == 0:
         return None
     rows = Rows(collectives.rank, tuple([min(sizes)] * len(sizes) if equally_many else sizes))
-    leaves = [_Leaf([each[i] for _, each, _ in everyone], rows) for i in range(len(flat))]
+    leaves = [_Leaf([each[i] for _, each, *_ in everyone], rows) for i in range(len(flat))]
     return Samples(
         whole=tf.nest.pack_sequence_as(batch, [each.whole() for each in leaves]),
         part=tf.nest.pack_sequence_as(batch, [each.part() for each in leaves]),
         rows=rows,
-        are_the_same=len({digest for *_, digest in everyone}) == 1 and everyone[0][2] is not None,
+        are_the_same=len({digest for _, _, digest, _ in everyone}) == 1 and everyone[0][2] is not None,
     )
 
 
-def _dimensions(leaf: Any) -> int | str:
-    number = len(getattr(leaf, "shape", ()))
-    if not _is_composite(leaf):
-        return number
-    return f"{number}, {'ragged' if isinstance(leaf, tf.RaggedTensor) else 'sparse'}"
+def _dimensions(leaf: Any) -> str:
+    kind = (
+        " (ragged)" if isinstance(leaf, tf.RaggedTensor) else " (sparse)" if isinstance(leaf, tf.SparseTensor) else ""
+    )
+    return f"{len(getattr(leaf, 'shape', ()))}{kind}"
 
 
 def _digest(flat: Sequence[Any], num_rows: int) -> str | None:
