@@ -82,10 +82,11 @@ def differ(everyone: list[list[Order]]) -> bool:
     )
 
 
-_shard_here = tf.data.Dataset.shard
+shard_without_note = tf.data.Dataset.shard
+"""TensorFlow's own, for data whose order is noted already."""
 
 
-@functools.wraps(_shard_here)
+@functools.wraps(shard_without_note)
 def _note_and_shard(self: tf.data.Dataset, num_shards: Any, index: Any, name: str | None = None) -> tf.data.Dataset:
     """``tf.data.Dataset.shard``, by which programs shard data themselves."""
     collectives = runtime.collectives()
@@ -93,7 +94,7 @@ def _note_and_shard(self: tf.data.Dataset, num_shards: Any, index: Any, name: st
     if collectives.size > 1 and tf.executing_eagerly() and (num_shards, index) == (collectives.size, collectives.rank):
         # Shuffled without a seed, a data set has an order that no other rank has.
         _orders.append(_order_of_dataset(self, of_unseeded_shuffle=lambda: uuid.uuid4().hex))
-    return _shard_here(self, num_shards, index, name)
+    return shard_without_note(self, num_shards, index, name)
 
 
 tf.data.Dataset.shard = _note_and_shard

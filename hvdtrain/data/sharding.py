@@ -100,9 +100,10 @@ def _shard_of_dataset(dataset: tf.data.Dataset, rank: int, size: int, drop_remai
     length = int(dataset.cardinality())
     if length >= 0:
         _require_enough(length, size)
-        return dataset.take(length // size * size if drop_remainder else length).shard(size, rank)
+        usable = dataset.take(length // size * size if drop_remainder else length)
+        return sharded_order.shard_without_note(usable, size, rank)
     if length == tf.data.INFINITE_CARDINALITY or not drop_remainder:
-        return dataset.shard(size, rank)
+        return sharded_order.shard_without_note(dataset, size, rank)
 
     def one_of(*group: Any) -> tf.data.Dataset:
         return tf.data.Dataset.zip(group if len(group) > 1 else group[0]).skip(rank).take(1)

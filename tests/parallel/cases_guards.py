@@ -92,6 +92,12 @@ def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed(monkeypatch):
     assert sharded_order.differ(COLLECTIVES.allgather(sharded_order.noted()))
 
 
+def test_the_order_of_a_data_set_is_noted_once(monkeypatch):
+    monkeypatch.setattr(sharded_order, "_orders", [])
+    hvdtrain.shard(tensors(np.random.default_rng(0)))
+    assert len(sharded_order.noted()) == 1
+
+
 @pytest.mark.parametrize(
     ("callbacks", "is_told"), [(list, True), (distributed, False), (lambda: [MetricAverageCallback()], False)]
 )
