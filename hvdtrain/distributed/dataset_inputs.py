@@ -8,7 +8,7 @@ from hvdtrain.seams import tensorflow_internals
 
 
 def with_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """The data set, and all others of whose elements it makes its own."""
+    """The data set and, recursively, the data sets that it is made of."""
     yield dataset
     for each in tensorflow_internals.DATASET_INPUTS.of(dataset)():
         yield from with_inputs(each)

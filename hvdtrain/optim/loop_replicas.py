@@ -76,6 +76,6 @@ def _require_equal(paths: Sequence[str], num_steps: tf.Tensor, sums_of_ranks: tf
     ranks = [rank for rank, value in enumerate(column) if value != most_common(column)]
     raise DivergenceError(
         f"replicas must be equal. After step {int(num_steps)}, variable {paths[different[0]]!r} of "
-        f"{ranks_text(ranks, [''] * len(column))} differs from the other ranks'. Let all ranks change learning rates "
-        "and variables alike, by values of all ranks (hvdtrain.reduce) or of one (hvdtrain.broadcast_object)."
+        f"{ranks_text(ranks, [''] * len(column))} differs from the other ranks'. Change variables and learning "
+        "rates by values that are the same on all ranks: those of hvdtrain.reduce or hvdtrain.broadcast_object."
     )
