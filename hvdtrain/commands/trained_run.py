@@ -13,6 +13,7 @@ from hvdtrain.commands.building import local_data_dir, make_model, read_task
 from hvdtrain.commands.config import RunConfig
 from hvdtrain.config.fields import option_names, shown, with_options
 from hvdtrain.data import Data, evaluation_dataset
+from hvdtrain.data.preprocessed import preprocessed_data
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import build_optimizer
 from hvdtrain.errors import DataError, UsageError
@@ -72,6 +73,7 @@ def open_run(files: RunFiles, task_name: str, data_dir: str | None, collectives:
     place = local_data_dir(config, collectives)
     task, data = on_every_rank(lambda: read_task(config, place), collectives)
     model = on_every_rank(lambda: make_model(config, task, data, collectives), collectives)
+    data = preprocessed_data(data, model)
     build_by_tracing(model, (evaluation_dataset(data.training, 1, rank=0, size=1).element_spec, None))
     build_optimizer(model)
     checkpointer = Checkpointer(files.checkpoints, model, collectives=collectives)

@@ -53,6 +53,10 @@ class HorovodCollectives:
                 "was built with (see python -m hvdtrain doctor)."
             )
 
+    def __deepcopy__(self, memo: object) -> "HorovodCollectives":
+        """Returns itself: a copied callback has the same ranks. KerasTuner copies those of each trial."""
+        return self
+
     @property
     def rank(self) -> int:
         return self._hvd.rank()

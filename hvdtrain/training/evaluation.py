@@ -9,6 +9,7 @@ import tensorflow as tf
 from hvdtrain.data import Source, evaluation_dataset
 from hvdtrain.data.bad_samples import BadSampleQuota
 from hvdtrain.data.feeds import EvaluationFeed
+from hvdtrain.data.preprocessed import preprocessed
 from hvdtrain.data.splits import as_source
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.agreement import require_agreement, require_same_call
@@ -17,10 +18,12 @@ from hvdtrain.distributed.replica_consistency import shared_statistics
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
 from hvdtrain.fault_tolerance.job_watch import JobWatch
+from hvdtrain.optim.only_checks import print_on_rank_0
 from hvdtrain.seams import keras_internals
 from hvdtrain.training.callbacks import NoCallbacks
 from hvdtrain.training.eval_step import EvalStep, build_metrics
 from hvdtrain.training.evaluator import Evaluator
+from hvdtrain.training.uncalled_methods import uncalled
 
 
 def evaluate(
@@ -51,6 +54,8 @@ def evaluate(
     """
     ranks = collectives or runtime.current().collectives
     source = shared_source(data, model, "hvdtrain.evaluate", batch_size, ranks)
+    if (text := uncalled(model, "evaluate", "hvdtrain.evaluate calls test_step itself")) is not None:
+        print_on_rank_0(f"{text}.", ranks)
     if not model.compiled:
         raise UsageError("the model must be compiled to be evaluated. Received: one that is not. Call model.compile.")
     dataset = evaluation_dataset(source, batch_size, ranks.rank, ranks.size)
@@ -93,7 +98,7 @@ def shared_source(data: Any, model: keras.Model, function: str, batch_size: int,
     source = on_every_rank(opened, ranks)
     require_agreement(f"arguments of {function}", {"batch_size": batch_size, **source.facts()}, ranks)
     BadSampleQuota(0, ranks).note_known(source.bad_samples)
-    return source
+    return preprocessed(source, model)
 
 
 def _eval_step(model: keras.Model) -> EvalStep:

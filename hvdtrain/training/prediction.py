@@ -16,10 +16,12 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.replica_consistency import shared_statistics
 from hvdtrain.errors import UsageError
 from hvdtrain.fault_tolerance.collective_errors import on_every_rank
+from hvdtrain.optim.only_checks import print_on_rank_0
 from hvdtrain.training.evaluation import shared_source
 from hvdtrain.training.idle_lookups import IdleLookups
 from hvdtrain.training.predicted_share import PredictedShare
 from hvdtrain.training.prediction_files import Write, open_prediction_file, require_format
+from hvdtrain.training.uncalled_methods import uncalled
 
 
 def predict(
@@ -54,6 +56,8 @@ def predict(
     """
     ranks = collectives or runtime.current().collectives
     source = shared_source(data, model, "hvdtrain.predict", batch_size, ranks)
+    if (text := uncalled(model, "predict", "hvdtrain.predict calls predict_step itself")) is not None:
+        print_on_rank_0(f"{text}.", ranks)
     if output is not None:
         on_every_rank(lambda: _require_file(Path(output), on_all_ranks), ranks)
         write_predictions(model, source, Path(output), batch_size=batch_size, collectives=ranks)

@@ -5,6 +5,7 @@ import time
 import keras
 
 from hvdtrain.data import Source
+from hvdtrain.data.preprocessed import preprocessed
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import optimizers_of
@@ -48,7 +49,7 @@ class StepRunner:
     ):
         resolved = resolve(config, model, source, collectives)
         self.model = model
-        self.source = source
+        self.source = source = preprocessed(source, model)
         self.config = resolved.config
         self.collectives = collectives
         self._job_watch = job_watch

@@ -13,6 +13,7 @@ from hvdtrain.config.fields import as_dict
 from hvdtrain.config.wording import option
 from hvdtrain.data import Data, Source
 from hvdtrain.data.feeds import EvaluationFeed
+from hvdtrain.data.preprocessed import preprocessed_data
 from hvdtrain.data.sample_plan import SamplePlan
 from hvdtrain.distributed import replica_consistency, runtime
 from hvdtrain.distributed.agreement import require_agreement
@@ -47,6 +48,7 @@ from hvdtrain.training.report import TrainingReport, console_of_rank
 from hvdtrain.training.resolution import resolve
 from hvdtrain.training.state import RunState
 from hvdtrain.training.triggers import Interval, Triggers
+from hvdtrain.training.uncalled_methods import uncalled
 
 
 class Trainer:
@@ -88,11 +90,12 @@ class Trainer:
         collectives: Collectives | None = None,
     ):
         self.model = model
-        self._data = data = data if isinstance(data, Data) else Data(data)
+        data = data if isinstance(data, Data) else Data(data)
         self._collectives = collectives = collectives or runtime.current().collectives
         self._job_watch = job_watch = job_watch or JobWatch(collectives)
         self._checkpointer = checkpointer
         resolved = resolve(config, model, data.training, collectives, callbacks=callbacks)
+        self._data = data = preprocessed_data(data, model)
         self.config = config = resolved.config
         """The complete configuration."""
         self._reports_all = reporter == "console"
@@ -258,6 +261,7 @@ class Trainer:
         on_start(restored := self._prepare())
         if self._reports_all:
             self._reporter.started(self._report.facts(), self.shape)
+        self._tell_of_uncalled_methods()
         self._clock = Clock()
         self.parts.feed.start(self._train_step.steps_made * self.plan.gradient_accumulation_steps)
         self._reporter.model_built(self.model)
@@ -270,6 +274,13 @@ class Trainer:
         if self._reports_all:
             self._reporter.finished(summary)
         return summary
+
+    def _tell_of_uncalled_methods(self) -> None:
+        told = [uncalled(self.model, "fit", "Trainer calls train_step itself")]
+        if self._evaluator is not None:
+            told.append(uncalled(self.model, "evaluate", "Trainer calls test_step itself"))
+        for text in filter(None, told):
+            self._reporter.warned(self.step, text)
 
     def _prepare(self) -> Restored | None:
         """Compares the ranks, makes replicas equal, and restores the checkpoint to resume from."""

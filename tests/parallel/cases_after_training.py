@@ -359,6 +359,56 @@ def test_an_error_in_the_data_of_one_rank_ends_no_other():
         hvdtrain.evaluate(model, data)
 
 
+class Preprocessing(keras.Model):
+    """Preprocesses samples as the models of KerasHub do: not in its ``train_step``, but in what calls it."""
+
+    def preprocess_samples(self, x, y=None, sample_weight=None):
+        lengths = tf.strings.length(x)
+        x = tf.cast(tf.reshape(tf.io.decode_raw(x, tf.uint8, fixed_length=8), [-1, 8]), tf.float64) / 100
+        return keras.utils.pack_x_y_sample_weight(x, y, tf.cast(lengths, tf.float64) / 4)
+
+    def fit(self, dataset, **options):
+        return super().fit(dataset.map(self.preprocess_samples), **options)
+
+    def evaluate(self, dataset, **options):
+        return super().evaluate(dataset.map(self.preprocess_samples), **options)
+
+    def predict(self, dataset, **options):
+        return super().predict(dataset.map(self.preprocess_samples), **options)
+
+
+def preprocessing_model(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    inputs = keras.Input((8,))
+    outputs = layers.Dense(2, kernel_initializer=keras.initializers.GlorotUniform(3))(inputs)
+    model = Preprocessing(inputs, outputs)
+    model.compile(optimizer, loss(), metrics=["accuracy"], weighted_metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["list", "dataset"])
+def test_models_that_preprocess_their_samples(kind, capfd):
+    texts = np.array(["abcdefgh"[: 1 + i % 7] for i in range(24)])
+    targets = np.array([i % 2 for i in range(24)])
+    samples = tf.data.Dataset.from_tensor_slices((texts, targets))
+    alone = preprocessing_model(keras.optimizers.SGD(0.1))
+    alone.fit(samples.batch(4 * SIZE), epochs=2, verbose=0)
+
+    model = preprocessing_model(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    data = samples if kind == "dataset" else hvdtrain.data.RandomAccess(list(zip(texts, targets, strict=True)))
+    config = hvdtrain.TrainConfig(batch_size=4, epochs=2)
+    trainer = hvdtrain.Trainer(model, Data(data, data), config, reporter=None)
+    if kind == "dataset":
+        trainer.fit()
+        np.testing.assert_allclose(model.weights[0], alone.weights[0], rtol=1e-12)
+    model.set_weights(alone.get_weights())
+    values = alone.evaluate(samples.batch(4), return_dict=True, verbose=0)
+    for found in (trainer.evaluate(), hvdtrain.evaluate(model, data)):
+        require_equal(found, values)
+    predicted = hvdtrain.predict(model, tf.data.Dataset.from_tensor_slices(texts), on_all_ranks=True)
+    np.testing.assert_allclose(predicted, alone.predict(samples.batch(4).map(lambda x, y: x), verbose=0), rtol=1e-12)
+    assert "and not Preprocessing" not in capfd.readouterr().err
+
+
 def test_the_trainer_evaluates_and_predicts():
     model, (x, y) = compiled(), arrays(COUNT)
     config = hvdtrain.TrainConfig(batch_size=4, steps=3)
