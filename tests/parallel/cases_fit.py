@@ -1,5 +1,6 @@
 """On all ranks: model.fit with DistributedOptimizer and hvdtrain.callbacks.distributed."""
 
+import copy
 import csv
 import functools
 import re
@@ -124,6 +125,15 @@ def test_a_callback_that_stops_one_rank_stops_all_ranks():
     assert len(history["loss"]) == 2
     model, history = fit(distributed([StopsAtBatch()]))
     assert (len(history["loss"]), int(model.optimizer.iterations)) == (1, 3)
+
+
+def test_copied_callbacks_work_as_the_originals():
+    """KerasTuner copies those of each trial."""
+    callbacks = [*distributed([keras.callbacks.EarlyStopping("loss")]), MetricAverageCallback()]
+    models, histories = zip(fit(copy.deepcopy(callbacks)), fit(callbacks), strict=True)
+    assert histories[0] == histories[1]
+    assert digests(models[0]) == digests(models[1])
+    assert_same_on_all_ranks(histories)
 
 
 def test_terminate_on_nan_ends_all_ranks():
