@@ -23,18 +23,26 @@ PLACES = {
 }
 """Keras' callbacks that write, and the attribute that says where."""
 _WRITERS = tuple(getattr(keras.callbacks, name) for name in PLACES if hasattr(keras.callbacks, name))
+_TRACKERS = frozenset(
+    {"aim", "clearml", "comet_ml", "dvclive", "livelossplot", "mlflow", "neptune", "swanlab", "tqdm", "wandb"}
+)
+"""Packages whose callbacks write logs, or show progress, and decide nothing."""
 _SAVERS = ("ModelCheckpoint", "OrbaxCheckpoint")
 DECIDERS = (
     *("EarlyStopping", "History", "LambdaCallback", "LearningRateScheduler", "ReduceLROnPlateau"),
     *("SwapEMAWeights", "TerminateOnNaN"),
 )
 """Keras' callbacks that run on every rank, like a user's own."""
-PASS_ALL_CALLBACKS = "Pass all callbacks on every rank: those that write run on rank 0 only."
+PASS_ALL_CALLBACKS = (
+    "Pass all callbacks on every rank: those that write run on rank 0 only. Set only_on_rank_zero = True on one of "
+    "your own that only writes."
+)
 
 
 def only_writes(callback: keras.callbacks.Callback) -> bool:
-    """Whether a callback runs on rank 0 only: Keras' writers, and those with ``only_on_rank_zero = True``."""
-    return isinstance(callback, _WRITERS) or getattr(callback, "only_on_rank_zero", False)
+    """Whether a callback runs on rank 0 only: Keras' writers, trackers, and those with ``only_on_rank_zero = True``."""
+    packages = {each.__module__.partition(".")[0] for each in type(callback).__mro__}
+    return isinstance(callback, _WRITERS) or getattr(callback, "only_on_rank_zero", not packages.isdisjoint(_TRACKERS))
 
 
 def names_on_every_rank(callbacks: Sequence[keras.callbacks.Callback]) -> list[str]:

@@ -267,6 +267,19 @@ def test_the_momentum_is_corrected_when_the_learning_rate_changes(make):
         np.testing.assert_array_equal(scaled, kept * np.float32(0.5))
 
 
+def tracking_callback(module: str) -> Recorder:
+    """As if it were one of that module of a package."""
+    return type("Tracking", (Recorder,), {"__module__": module})()
+
+
+def test_callbacks_of_unknown_packages_decide(folder):
+    if SIZE > 1:
+        with pytest.raises(
+            DisagreementError, match=r"those that decide.*Set only_on_rank_zero = True on one of your own"
+        ):
+            fit(distributed([tracking_callback("tracking.of_ones_own")] if RANK == 0 else []))
+
+
 def test_writers_may_be_given_to_rank_0_alone(folder):
     """As in every example of Horovod: if hvd.rank() == 0: callbacks.append(…)."""
     writers = [keras.callbacks.ModelCheckpoint(folder / "a.keras"), keras.callbacks.CSVLogger(folder / "a.csv")]
@@ -274,6 +287,11 @@ def test_writers_may_be_given_to_rank_0_alone(folder):
     fit([keras.callbacks.ModelCheckpoint(folder / "b.keras")] if RANK == 0 else [])
     own = keras.callbacks.ModelCheckpoint(folder / f"rank{RANK}.keras")
     fit([own])
+    tracker = tracking_callback("wandb.integration.keras.callbacks.metrics_logger")
+    fit(distributed([tracker] if RANK == 0 else []))
+    fit(distributed([tracker]))
+    assert len(tracker.epochs) == (8 if RANK == 0 else 0)
+    fit([tracker] if RANK == 0 else [])
     COLLECTIVES.barrier()
     names = {each.name for each in folder.iterdir()}
     assert names == {"a.keras", "a.csv", "b.keras", *(f"rank{rank}.keras" for rank in range(SIZE))}
