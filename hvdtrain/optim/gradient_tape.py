@@ -70,18 +70,22 @@ class DistributedGradientTape:
 
     @tf.autograph.experimental.do_not_convert
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
-        """The reduced gradients, in the structure of ``sources``; None where there is none. All ranks must call it."""
+        """The reduced gradients, in the structure of ``sources``; None where there is none. All ranks must call it.
+
+        Raises:
+            UsageError: a source is not a variable.
+        """
+        variables = tf.nest.flatten(sources)
+        _require_variables(variables)
         gradients = self._tape.gradient(target, sources, output_gradients)
         flat = tf.nest.flatten(gradients)
         found = [i for i, each in enumerate(flat) if each is not None]
-        variables = tf.nest.flatten(sources)
         replicas = self._require_same_gradients(found, variables)
         if found:
             note_own_reduction()
             num_steps = count_step_of_a_tape()
             if compares_replicas(self._collectives):
-                shared = [each for each in variables if isinstance(each, keras.Variable | tf.Variable)]
-                replicas.compare_now_and_then(num_steps, whole_variables(shared))
+                replicas.compare_now_and_then(num_steps, whole_variables(variables))
             reduced = self._reduce([variables[i] for i in found], [flat[i] for i in found]).gradients
             for i, each in zip(found, reduced, strict=True):
                 flat[i] = each
@@ -107,3 +111,13 @@ class DistributedGradientTape:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
+
+
+def _require_variables(sources: list[Any]) -> None:
+    for each in sources:
+        if not isinstance(each, keras.Variable | tf.Variable):
+            raise UsageError(
+                "the gradients of a DistributedGradientTape must be by variables, which are the same on all ranks. "
+                "Received: a tensor. Use tf.GradientTape for gradients by a rank's own samples, and "
+                "hvdtrain.average for those by parameters that are tensors."
+            )

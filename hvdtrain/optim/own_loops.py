@@ -1,12 +1,18 @@
 """Training loops of a program's own: none of their steps is compared, unless the program verifies one."""
 
+import atexit
+from collections.abc import Sequence
+from typing import Any
+
 import keras
+import tensorflow as tf
 
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import ReductionConfig
 from hvdtrain.distributed.program_operations import has_own_reductions
 from hvdtrain.optim import global_loss
+from hvdtrain.optim.made_steps import counts_steps
 from hvdtrain.optim.only_checks import end_if_only_checking, print_on_rank_0
 from hvdtrain.optim.pipeline import current_scope
 
@@ -15,7 +21,12 @@ _ALONE = (
     "each rank trains alone in this loop: its optimizer must be distributed. Received: {}, and gradients that nothing "
     "has averaged. Wrap it in hvdtrain.DistributedOptimizer, or use hvdtrain.DistributedGradientTape"
 )
-_is_known = _is_lone_loop_known = False
+_ALONE_WITHOUT_KERAS = (
+    "each rank has trained alone: its gradients must be averaged over ranks. Received: those of a loop without an "
+    "optimizer of Keras, which nothing has averaged. Use hvdtrain.DistributedGradientTape, unless each rank is meant "
+    "to train alone."
+)
+_is_known = _is_lone_loop_known = _watches_gradients = False
 
 
 def note_verified_step() -> None:
@@ -44,6 +55,24 @@ def note_lone_update(optimizer: keras.optimizers.Optimizer) -> None:
     _is_lone_loop_known = True
     if runtime.on_unequal() != "ignore":
         print_on_rank_0(f"{_ALONE.format(optimizer.name)}, unless each rank is meant to train alone.", collectives)
+
+
+def note_gradients_by(sources: Sequence[Any]) -> None:
+    """At the gradients of a tape: the program's end reports those by variables, if it never reduces any.
+
+    Until then, the program may average them.
+    """
+    global _watches_gradients
+    if _watches_gradients or not any(isinstance(each, keras.Variable | tf.Variable) for each in sources):
+        return
+    if is_own_loop(runtime.collectives()):
+        _watches_gradients = True
+        atexit.register(_tell_of_lone_gradients)
+
+
+def _tell_of_lone_gradients() -> None:
+    if not (_is_lone_loop_known or has_own_reductions() or counts_steps() or runtime.on_unequal() == "ignore"):
+        print_on_rank_0(_ALONE_WITHOUT_KERAS, runtime.collectives())
 
 
 def note_reduction(config: ReductionConfig, collectives: Collectives) -> None:

@@ -23,6 +23,7 @@ from hvdtrain.distributed.shards import has_tables
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.global_loss import UncompilableLossError
 from hvdtrain.optim.method_replacement import replace_method
+from hvdtrain.optim.own_loops import note_gradients_by
 from hvdtrain.optim.pipeline import GradientPipeline, Pipelines, in_scope, note_gradients, pipelines_of
 from hvdtrain.optim.step_reduction import StepReduction, already_reduced
 
@@ -39,6 +40,7 @@ _gradient_here = tf.GradientTape.gradient
 def _gradient(self: tf.GradientTape, target: Any, sources: Any, *arguments: Any, **named: Any) -> Any:
     gradients = _gradient_here(self, target, sources, *arguments, **named)
     note_gradients(tf.nest.flatten(target), tf.nest.flatten(gradients))
+    note_gradients_by(tf.nest.flatten(sources))
     on_return = _on_return.get()
     if on_return is None:
         return gradients

@@ -1,5 +1,6 @@
 """On all ranks: what is noticed of any program, without making its step by one process."""
 
+import atexit
 from contextlib import nullcontext
 
 import keras
@@ -184,6 +185,42 @@ def test_a_loop_in_which_ranks_train_alone_is_reported_once(averaged_by, compile
         step(X[:BATCH], Y[:BATCH])
     told = capfd.readouterr().err.count("hvdtrain: each rank trains alone in this loop")
     assert told == (RANK == 0 and averaged_by == "nothing")
+
+
+@pytest.mark.parametrize("differentiates_by", ["weights", "samples"])
+@pytest.mark.parametrize("averaged_by", AVERAGING)
+def test_a_loop_without_an_optimizer_in_which_ranks_train_alone_is_reported_at_its_end(
+    averaged_by, differentiates_by, monkeypatch, capfd
+):
+    monkeypatch.setattr(own_loops, "_is_lone_loop_known", False)
+    monkeypatch.setattr(own_loops, "_watches_gradients", False)
+    monkeypatch.setattr(program_operations, "_has_reduced", False)
+    monkeypatch.setattr(made_steps, "_optimizers", [])
+    monkeypatch.setattr(made_steps, "_steps_of_tapes", None)
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    weights, samples = tf.Variable(tf.ones((FEATURES.shape[1], 1))), tf.constant(X[:BATCH])
+    sources = [weights if differentiates_by == "weights" else samples]
+
+    @tf.function
+    def step(y):
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            loss = tf.reduce_mean((tf.matmul(samples, weights) - y) ** 2)
+        (gradient,) = AVERAGING[averaged_by](tape, loss, sources)
+        if differentiates_by == "weights":
+            weights.assign_sub(0.1 * gradient)
+
+    if averaged_by == "a tape" and differentiates_by == "samples":
+        with pytest.raises(UsageError, match=r"must be by variables, .* Received: a tensor\."):
+            step.python_function(Y[:BATCH])
+        return
+    for _ in range(2):
+        step(Y[:BATCH])
+    for end in at_exit:
+        end()
+    told = capfd.readouterr().err.count("hvdtrain: each rank has trained alone")
+    assert told == (RANK == 0 and averaged_by == "nothing" and differentiates_by == "weights")
 
 
 @pytest.mark.parametrize("compiles", [True, False])

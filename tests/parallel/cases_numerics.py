@@ -441,7 +441,7 @@ def test_synchronized_moments_of_ranks_with_different_batches():
     model = compiled(normalizing, keras.optimizers.SGD(0.1), cross_entropy())
     shares = ",".join(str(1 + rank % 2) for rank in range(SIZE))
     train_with_trainer(model, x, LABELS, shares=shares, sync_batchnorm=True)
-    assert difference(model, alone) < 1e-5
+    assert difference(model, alone) < 1e-4  # in single precision
 
 
 class OneLossOfTwo(keras.Model):
