@@ -9,6 +9,12 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import horovod_internals
 
+_REPLICATING = (
+    *(tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy, tf.distribute.TPUStrategy),
+    *(tf.distribute.ParameterServerStrategy, tf.distribute.experimental.CentralStorageStrategy),
+)
+"""TensorFlow's strategies that distribute variables themselves."""
+
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers that a model trains with.
@@ -47,26 +53,36 @@ def _default_config() -> dict[str, Any]:
 
 
 def require_keras_model(model: object) -> None:
-    """Refuses models of another Keras.
+    """Refuses models of another Keras, and those of a strategy of TensorFlow.
 
     Raises:
-        UsageError: it is not a model of Keras 3.
+        UsageError: it is not a model of Keras 3, or TensorFlow distributes it.
     """
     if not isinstance(model, keras.Model):
         name = f"{type(model).__module__}.{type(model).__name__}"
         raise UsageError(f"model must be a model of Keras 3. Received: {name}.{_hint_at_keras_2(model)}")
+    _require_no_strategy(model.distribute_strategy)
 
 
 def require_plain_optimizer(optimizer: object) -> None:
-    """Refuses optimizers of another Keras, and those that Horovod has wrapped.
+    """Refuses optimizers of another Keras, those that Horovod has wrapped, and the scope of a strategy of TensorFlow.
 
     Raises:
-        UsageError: it is not a plain optimizer of Keras 3.
+        UsageError: it is not a plain optimizer of Keras 3, or TensorFlow would distribute it.
     """
+    _require_no_strategy(tf.distribute.get_strategy())
     if not isinstance(optimizer, keras.optimizers.Optimizer) or is_horovods_own(optimizer):
         hint = _hint_at_keras_2(optimizer) or " Pass the plain one."
         raise UsageError(
             f"optimizer must be an optimizer of Keras 3 that Horovod has not wrapped. Received: {optimizer!r}.{hint}"
+        )
+
+
+def _require_no_strategy(strategy: tf.distribute.Strategy) -> None:
+    if isinstance(strategy, _REPLICATING):
+        raise UsageError(
+            "models must be made outside of the strategies of tf.distribute: each process trains on its own device, "
+            f"and hvdtrain averages over processes. Received: {type(strategy).__name__}. Leave out its scope."
         )
 
 

@@ -327,6 +327,24 @@ def test_a_model_of_another_keras_is_refused():
         hvdtrain.broadcast(object())
 
 
+def test_a_model_that_tensorflow_distributes_is_refused():
+    rule = (
+        r"must be made outside of the strategies of tf\.distribute: .* Received: MirroredStrategy\. Leave out its scope"
+    )
+    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+        model = make_model()
+        model.compile("sgd", "mse")
+        with pytest.raises(UsageError, match=rule):
+            hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(UsageError, match=rule):
+        hvdtrain.broadcast(model)
+    data = np.ones((4, *model.input_shape[1:]), np.float32), np.ones((4, *model.output_shape[1:]), np.float32)
+    with pytest.raises(UsageError, match=rule):
+        hvdtrain.Trainer(model, data, hvdtrain.TrainConfig(steps=1))
+    with tf.distribute.OneDeviceStrategy("CPU:0").scope():
+        hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
 def test_an_optimizer_that_bypasses_the_reduction_is_refused():
     class OwnWay(keras.optimizers.SGD):
         def _backend_apply_gradients(self, grads, trainable_variables):
