@@ -80,9 +80,10 @@ class DistributedGradientTape:
         gradients = self._tape.gradient(target, sources, output_gradients)
         flat = tf.nest.flatten(gradients)
         found = [i for i, each in enumerate(flat) if each is not None]
-        replicas = self._require_same_gradients(found, variables)
         if found:
             note_own_reduction()
+        replicas = self._require_same_gradients(found, variables)
+        if found:
             num_steps = count_step_of_a_tape()
             if compares_replicas(self._collectives):
                 replicas.compare_now_and_then(num_steps, whole_variables(variables))

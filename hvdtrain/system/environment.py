@@ -23,7 +23,7 @@ _CYCLE_MS, _CYCLE_ONE_HOST_MS = "0.1", "0.02"
 _STALL_CHECK_S = 60.0
 _FUSION_THRESHOLD = "HOROVOD_FUSION_THRESHOLD"
 ONLY_CHECK = "HVDTRAIN_ONLY_CHECK"
-"""Set by ``hvdtrain check``: a program ends after the steps that are checked."""
+"""Set by ``hvdtrain check``, to a file to create when a step was compared: a program ends after those steps."""
 
 
 def get(name: str) -> str | None:
@@ -38,7 +38,7 @@ def launcher() -> Launcher:
 
 def only_checks() -> bool:
     """Whether this program was started by ``hvdtrain check``."""
-    return get(ONLY_CHECK) == "1"
+    return get(ONLY_CHECK) is not None
 
 
 def environment_defaults(env: Mapping[str, str], environment_root: str) -> dict[str, str]:

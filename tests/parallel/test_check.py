@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import psutil
 import pytest
 from launcher import LONG, ROOT
 
@@ -25,6 +26,10 @@ print("after all epochs")
 """
 
 
+def command_of(program) -> list[str]:
+    return [sys.executable, "-m", "hvdtrain", "check", "--np", "2", str(program)]
+
+
 def check(folder, loss: str, *changes: tuple[str, str]) -> subprocess.CompletedProcess:
     program = folder / "train.py"
     text = PROGRAM.replace("LOSS", loss)
@@ -32,8 +37,7 @@ def check(folder, loss: str, *changes: tuple[str, str]) -> subprocess.CompletedP
         assert before in text
         text = text.replace(before, after)
     program.write_text(text)
-    command = [sys.executable, "-m", "hvdtrain", "check", "--np", "2", str(program)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
+    return subprocess.run(command_of(program), capture_output=True, text=True, cwd=ROOT, timeout=200, check=False)
 
 
 def test_a_program_that_is_equal(tmp_path):
@@ -47,6 +51,28 @@ def test_a_program_that_is_not(tmp_path):
     done = check(tmp_path, "lambda y, p: keras.ops.mean((y - p + keras.ops.mean(p)) ** 2, -1)")
     assert done.returncode != 0
     assert "Received: loss 'lambda', whose mean over ranks differs" in done.stderr
+
+
+def test_a_program_that_ends_before_a_step_was_compared(tmp_path):
+    program = tmp_path / "no_training.py"
+    program.write_text("print('to its end')")
+    done = subprocess.run(command_of(program), capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode != 0
+    assert done.stdout.count("to its end") == 2
+    assert "hvdtrain check: no training step was compared. The program must call hvdtrain.init()" in done.stderr
+
+
+def test_a_check_that_is_stopped_stops_its_job(tmp_path):
+    program = tmp_path / "waiting.py"
+    program.write_text("import time; print('begun', flush=True); time.sleep(60)")
+    checking = subprocess.Popen(command_of(program), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT)
+    assert b"begun" in checking.stdout.readline()
+    ranks = [each for each in psutil.Process(checking.pid).children(recursive=True) if str(program) in each.cmdline()]
+    checking.terminate()
+    assert checking.wait(timeout=30) != 0
+    _, remaining = psutil.wait_procs(ranks, timeout=10)
+    assert ranks
+    assert not remaining
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.runtime import OnUnequal
 from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.kept_batch import KeptBatch
-from hvdtrain.optim.only_checks import UNCHECKED, print_on_rank_0
+from hvdtrain.optim.only_checks import UNCHECKED, print_comparison
 from hvdtrain.system import environment
 from hvdtrain.training.equality.data_order import compare_orders
 from hvdtrain.training.equality.sample_guard import SampleGuard
@@ -130,7 +130,7 @@ class ScheduledCheck:
     def _end_after_checks(self, finding: Finding) -> None:
         if finding.unequal is None and finding.unchecked is None:
             text = f"step {self._num_calls} is that of one process. Compared: {finding.summary}"
-            print_on_rank_0(f"{text}.", self._collectives)
+            print_comparison(f"{text}.", self._collectives)
         if finding.unchecked is not None or (finding.unequal is None and self._num_checks == _NUM_ONLY_CHECKED):
             raise EndOfCheckedSteps(0 if finding.unchecked is None else UnequalError.exit_code)
 

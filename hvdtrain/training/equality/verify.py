@@ -9,7 +9,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.optimizers import require_keras_model
 from hvdtrain.errors import EndOfCheckedSteps, UnequalError
-from hvdtrain.optim.only_checks import end_if_only_checking, print_on_rank_0
+from hvdtrain.optim.only_checks import end_if_only_checking, print_comparison
 from hvdtrain.optim.own_loops import note_verified_step
 from hvdtrain.system import environment
 from hvdtrain.training.equality.data_order import compare_orders
@@ -51,6 +51,6 @@ def verify(
     if finding.unchecked is not None:
         end_if_only_checking(finding.unchecked, collectives)
     elif environment.only_checks():
-        print_on_rank_0(f"the step is that of one process. Compared: {finding.summary}.", collectives)
+        print_comparison(f"the step is that of one process. Compared: {finding.summary}.", collectives)
         raise EndOfCheckedSteps(0)
     return finding
