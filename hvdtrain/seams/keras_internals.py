@@ -36,6 +36,14 @@ EPOCH_ITERATOR = ImportedSeam(
 )
 EPOCH_DATASET = Seam("TFEpochIterator", "_get_iterator", "returns the dataset of an epoch, which is not autotuned")
 
+# Files.
+RETRIEVE_URL = ImportedSeam(
+    "keras.src.utils.file_utils", "urlretrieve", "downloads a file once for all ranks of a host"
+)
+EXTRACT_ARCHIVE = ImportedSeam(
+    "keras.src.utils.file_utils", "extract_archive", "extracts an archive once for all ranks"
+)
+
 # Optimizers.
 ITERATIONS = Seam("Optimizer", "_iterations", "counts the micro-batches")
 LEARNING_RATE = Seam("Optimizer", "_learning_rate", "is the learning rate or its schedule")
