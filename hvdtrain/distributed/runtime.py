@@ -14,6 +14,7 @@ from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.horovod import HorovodCollectives
+from hvdtrain.distributed.keras_downloads import share_downloads
 from hvdtrain.distributed.single_process import SingleProcessCollectives
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices, environment, network, process_limit
@@ -120,6 +121,8 @@ def _start(
     else:
         environment.choose_fusion(launcher, deterministic=deterministic, has_gpu=devices.has_gpu())
         collectives = HorovodCollectives(launcher)
+    if collectives.size > 1 or collectives.may_change:
+        share_downloads()
     device = devices.configure_devices(
         collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores, gpus.gpu_memory
     )

@@ -6,7 +6,6 @@ import sys
 import time
 from types import TracebackType
 
-from hvdtrain.data.keras_downloads import share_downloads
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
@@ -69,7 +68,6 @@ def init(
         gpus=gpus,
         on_unequal=on_unequal,
     )
-    share_downloads()
     collectives = runtime.current().collectives
     if _ends is None and collectives.size > 1 and not collectives.may_change:
         _ends = RankEnds.connect(collectives)

@@ -9,7 +9,6 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.distributed import runtime
 from hvdtrain.seams.keras_internals import EXTRACT_ARCHIVE, RETRIEVE_URL
 from hvdtrain.system import network
 from hvdtrain.system.atomic_files import remove, replaced_on_success
@@ -25,9 +24,6 @@ def share_downloads() -> None:
 
 
 def _retrieve(origin: str, target: str, *arguments: Any) -> None:
-    if runtime.collectives().size == 1:
-        _retrieve_here(origin, target, *arguments)
-        return
     path = Path(target)
     with _one_process_at_a_time(path.parent):
         if not _is_of_this_job(path):
@@ -37,7 +33,7 @@ def _retrieve(origin: str, target: str, *arguments: Any) -> None:
 
 def _extract(archive: str, target: str = ".", archive_format: Any = "auto") -> bool:
     path = Path(target).absolute()
-    if runtime.collectives().size == 1 or Path(archive).absolute().is_relative_to(path):
+    if Path(archive).absolute().is_relative_to(path):
         return _extract_here(archive, target, archive_format)
     with _one_process_at_a_time(path.parent):
         if _is_of_this_job(path):
