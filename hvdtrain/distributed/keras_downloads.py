@@ -9,18 +9,18 @@ from typing import Any
 
 import psutil
 
-from hvdtrain.seams.keras_internals import EXTRACT_ARCHIVE, RETRIEVE_URL
+from hvdtrain.seams import keras_internals
 from hvdtrain.system import network
 from hvdtrain.system.atomic_files import remove, replaced_on_success
 
-_retrieve_here: Callable[..., Any] = RETRIEVE_URL.value()
-_extract_here: Callable[..., bool] = EXTRACT_ARCHIVE.value()
+_retrieve_here: Callable[..., Any] = keras_internals.RETRIEVE_URL.value()
+_extract_here: Callable[..., bool] = keras_internals.EXTRACT_ARCHIVE.value()
 
 
 def share_downloads() -> None:
     """From now on, the ranks of a host share what Keras downloads."""
-    RETRIEVE_URL.replace(_retrieve)
-    EXTRACT_ARCHIVE.replace(_extract)
+    keras_internals.RETRIEVE_URL.replace(_retrieve)
+    keras_internals.EXTRACT_ARCHIVE.replace(_extract)
 
 
 def _retrieve(origin: str, target: str, *arguments: Any) -> None:
