@@ -1,9 +1,7 @@
 """Files that ``keras.utils.get_file`` downloads and extracts on several ranks: once on each host, and whole."""
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import psutil
 from hvdtrain.seams import keras_internals
 from hvdtrain.system import network
 from hvdtrain.system.atomic_files import remove, replaced_on_success
+from hvdtrain.system.folder_lock import one_process_at_a_time
 
 _retrieve_here: Callable[..., Any] = keras_internals.RETRIEVE_URL.value()
 _extract_here: Callable[..., bool] = keras_internals.EXTRACT_ARCHIVE.value()
@@ -25,7 +24,7 @@ def share_downloads() -> None:
 
 def _retrieve(origin: str, target: str, *arguments: Any) -> None:
     path = Path(target)
-    with _one_process_at_a_time(path.parent):
+    with one_process_at_a_time(path.parent):
         if not _is_of_this_job(path):
             with replaced_on_success(path, _aside(path)) as aside:
                 _retrieve_here(origin, str(aside), *arguments)
@@ -35,7 +34,7 @@ def _extract(archive: str, target: str = ".", archive_format: Any = "auto") -> b
     path = Path(target).absolute()
     if Path(archive).absolute().is_relative_to(path):
         return _extract_here(archive, target, archive_format)
-    with _one_process_at_a_time(path.parent):
+    with one_process_at_a_time(path.parent):
         if _is_of_this_job(path):
             return True
         aside = _aside(path)
@@ -61,15 +60,3 @@ def _is_of_this_job(path: Path) -> bool:
         return path.stat().st_mtime > psutil.Process().create_time()
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _one_process_at_a_time(folder: Path) -> Iterator[None]:
-    """In the block, no other process of this host is in one for the same folder, unless its disk has no locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

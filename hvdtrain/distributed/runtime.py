@@ -16,6 +16,7 @@ from hvdtrain.distributed.elastic import ElasticCollectives
 from hvdtrain.distributed.horovod import HorovodCollectives
 from hvdtrain.distributed.keras_downloads import share_downloads
 from hvdtrain.distributed.single_process import SingleProcessCollectives
+from hvdtrain.distributed.whole_saves import save_whole
 from hvdtrain.errors import UsageError
 from hvdtrain.system import devices, environment, network, process_limit
 from hvdtrain.system.launcher import Launcher
@@ -123,6 +124,7 @@ def _start(
         collectives = HorovodCollectives(launcher)
     if collectives.size > 1 or collectives.may_change:
         share_downloads()
+        save_whole(collectives)
     device = devices.configure_devices(
         collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores, gpus.gpu_memory
     )

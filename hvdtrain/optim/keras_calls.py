@@ -69,7 +69,6 @@ from hvdtrain.optim.pipeline import (
 from hvdtrain.optim.short_steps import with_line_about_short_steps
 from hvdtrain.optim.step_reduction import already_reduced
 from hvdtrain.optim.table_gradients import are_tables, require_no_norms_of_tables, require_usable_with_tables
-from hvdtrain.optim.whole_saves import saved_whole
 from hvdtrain.seams import keras_internals
 
 # Step 1: the forward pass.
@@ -259,9 +258,6 @@ keras.Model.fit = with_line_about_short_steps(
 )
 keras.Model.evaluate = with_values_over_ranks(with_unknown_ids(keras.Model.evaluate))
 keras.Model.predict = with_unknown_ids(keras.Model.predict)
-keras.Model.save = saved_whole(keras.Model.save, ".keras", ".h5")
-keras.Model.save_weights = saved_whole(keras.Model.save_weights, ".h5")
-keras.Model.export = saved_whole(keras.Model.export)
 keras_internals.ADDITIONAL_LOSS.set(keras.Model, _add_share_of_loss)
 keras_internals.COMPUTE_LOSS.set(keras.Model, _compute_one_number)
 

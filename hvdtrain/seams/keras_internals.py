@@ -44,6 +44,11 @@ EXTRACT_ARCHIVE = ImportedSeam(
     "keras.src.utils.file_utils", "extract_archive", "extracts an archive once for all ranks"
 )
 
+_SAVES = "writes a model to a path that is this rank's, until it is whole"
+SAVE_MODEL = ImportedSeam("keras.src.saving.saving_lib", "save_model", _SAVES)
+SAVE_WEIGHTS = ImportedSeam("keras.src.saving.saving_lib", "save_weights_only", _SAVES)
+SAVE_HDF5 = ImportedSeam("keras.src.legacy.saving.legacy_h5_format", "save_model_to_hdf5", _SAVES)
+
 # Optimizers.
 ITERATIONS = Seam("Optimizer", "_iterations", "counts the micro-batches")
 LEARNING_RATE = Seam("Optimizer", "_learning_rate", "is the learning rate or its schedule")

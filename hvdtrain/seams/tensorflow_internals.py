@@ -79,6 +79,19 @@ SHUFFLES = [
     *_draws("gen_stateless_random_ops_v2", "stateless_shuffle"),
 ]
 """TensorFlow's operations that shuffle rows."""
+SAVE_EXPORTED = ImportedSeam(
+    "tensorflow.python.saved_model.save",
+    "save_and_return_nodes",
+    "writes an exported model to a path that is this rank's, until it is whole",
+    library="tensorflow",
+)
+CHECKPOINT_SAVER = ImportedSeam(
+    "tensorflow.python.checkpoint.checkpoint",
+    "TrackableSaver",
+    "writes the files of tf.train.Checkpoint",
+    library="tensorflow",
+)
+SAVE = Seam("TrackableSaver", "save", "writes to a path that is this rank's, until it is whole", library="tensorflow")
 DATASET_INPUTS = Seam(
     "Dataset", "_inputs", "lists what a data set is made of, to find how it is shuffled", library="tensorflow"
 )

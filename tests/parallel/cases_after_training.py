@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from models import NUM_CLASSES, SHARED_GPUS, dense_model, loss, samples
+from tensorflow.python.lib.io import file_io
 
 import hvdtrain
 from hvdtrain.data import Arrays, Data
@@ -235,7 +236,7 @@ def test_files_of_several_outputs(folder):
     with pytest.raises(JobError, match=r"npy holds one output. Received: class, parts_output_0, parts_output_1"):
         hvdtrain.predict(model, x, output=folder / "b.npy")
     COLLECTIVES.barrier()
-    assert [each.name for each in folder.iterdir()] == ["a.csv"]
+    assert names_in(folder) == ["a.csv"]
 
 
 def test_half_precision_is_written_as_float32(folder):
@@ -255,7 +256,11 @@ def test_a_file_that_cannot_be_written_ends_no_other_rank(folder):
     with pytest.raises(JobError, match=r"output must be a file that can be written. Received: "):
         hvdtrain.predict(model, x, output=folder / "a.npy")
     COLLECTIVES.barrier()
-    assert [each.name for each in folder.iterdir()] == ["a.npy"]
+    assert names_in(folder) == ["a.npy"]
+
+
+def names_in(folder) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
 
 
 def load_weights(path) -> keras.Model:
@@ -270,6 +275,8 @@ def load_weights(path) -> keras.Model:
         ("model.keras", keras.Model.save, keras.models.load_model),
         ("model.h5", keras.Model.save, keras.models.load_model),
         ("model.weights.h5", keras.Model.save_weights, load_weights),
+        ("model.keras", keras.saving.save_model, keras.saving.load_model),
+        ("model.weights.h5", keras.saving.save_weights, load_weights),
     ],
 )
 def test_all_ranks_may_save_to_the_same_file(name, save, load, folder):
@@ -279,7 +286,31 @@ def test_all_ranks_may_save_to_the_same_file(name, save, load, folder):
         save(model, path)
         np.testing.assert_array_equal(load(path).layers[-1].kernel, model.layers[-1].kernel)
     COLLECTIVES.barrier()
-    assert [each.name for each in folder.iterdir()] == [name]
+    assert names_in(folder) == [name]
+
+
+def test_all_ranks_may_write_checkpoints_of_tensorflow_to_the_same_path(folder):
+    model, prefix = compiled(), folder / "made" / "checkpoint"
+    hvdtrain.broadcast(model)
+    checkpoint = tf.train.Checkpoint(model=model)
+    for _ in range(30):
+        assert checkpoint.write(prefix) == str(prefix)
+        written, there = model.layers[-1].kernel.numpy(), compiled()
+        tf.train.Checkpoint(model=there).read(str(prefix)).assert_existing_objects_matched()
+        np.testing.assert_array_equal(there.layers[-1].kernel, written)
+    COLLECTIVES.barrier()
+    assert names_in(prefix.parent) == ["checkpoint.data-00000-of-00001", "checkpoint.index"]
+
+
+def test_managed_checkpoints_of_tensorflow_are_found(folder):
+    model = compiled()
+    manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), folder, max_to_keep=2)
+    saved = [manager.save() for _ in range(3)]
+    assert saved == [str(folder / f"ckpt-{number}") for number in (1, 2, 3)]
+    assert tf.train.latest_checkpoint(folder) == saved[-1]
+    COLLECTIVES.barrier()
+    files = [f"ckpt-{number}.{kind}" for number in (2, 3) for kind in ("data-00000-of-00001", "index")]
+    assert names_in(folder) == ["checkpoint", *files]
 
 
 @pytest.mark.parametrize("save", [keras.Model.save, keras.Model.save_weights])
@@ -289,16 +320,51 @@ def test_a_name_that_keras_refuses_is_that_of_the_user(save, folder):
     assert "writing" not in str(refused.value)
 
 
-def test_all_ranks_may_export_to_the_same_folder(folder, capsys):
-    model, path = compiled(), folder / "exported"
+def write_archive(model, path) -> None:
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint("serve", model.call, [tf.TensorSpec([None, 6])])
+    archive.write_out(path)
+
+
+def save_module(model, path) -> None:
+    model.serve = tf.function(model.call, [tf.TensorSpec([None, 6])])
+    tf.saved_model.save(model, str(path))
+
+
+@pytest.mark.parametrize("save", [keras.Model.export, write_archive, save_module])
+def test_all_ranks_may_export_to_the_same_folder(save, folder, capsys):
+    model, path = compiled(), folder / "made" / "exported"
     hvdtrain.broadcast(model)
     for _ in range(5):
-        model.export(path)
-    assert f"'{path}'" in capsys.readouterr().out  # Keras says where it is
+        save(model, path)
+    said = capsys.readouterr().out
+    assert (f"'{path}'" in said) == (save is not save_module)  # Keras says where it is
     COLLECTIVES.barrier()
-    assert [each.name for each in folder.iterdir()] == ["exported"]
+    assert names_in(path.parent) == ["exported"]
     x, loaded = samples(3)[0], tf.saved_model.load(str(path))
     np.testing.assert_array_equal(loaded.serve(x), model.predict(x, verbose=0))
+
+
+def test_exports_of_different_ranks_do_not_mix(folder, monkeypatch):
+    module, write_graph = tf.Module(), file_io.atomic_write_string_to_file
+    module.weight = tf.Variable(tf.zeros([3 + COLLECTIVES.rank]))
+
+    def write_graph_last(path, *arguments, **named) -> None:
+        if Path(path).name == "saved_model.pb":
+            COLLECTIVES.barrier()  # The variables are written, and so the other ranks begin.
+            COLLECTIVES.barrier()  # They are done.
+        write_graph(path, *arguments, **named)
+
+    if COLLECTIVES.rank == 0:
+        monkeypatch.setattr(file_io, "atomic_write_string_to_file", write_graph_last)
+    else:
+        COLLECTIVES.barrier()
+    tf.saved_model.save(module, str(folder / "module"))
+    if COLLECTIVES.rank != 0:
+        COLLECTIVES.barrier()
+    COLLECTIVES.barrier()
+    assert tf.saved_model.load(str(folder / "module")).weight.shape == [3]
 
 
 def test_what_is_refused():
