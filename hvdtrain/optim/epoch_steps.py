@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.compiled import compiled
 
 _END_OF_DATA = "hvdtrain_end_of_data"
 
@@ -46,7 +47,7 @@ class EpochSteps:
             self._has_batch = tf.Variable(0.0, trainable=False)
             gather = self._collectives.gather_rows
             # Compiled: Horovod ignores the names of eager operations.
-            self._gather = tf.function(lambda has_ended: gather(has_ended[tf.newaxis], _END_OF_DATA)[:, 0])
+            self._gather = compiled(lambda has_ended: gather(has_ended[tf.newaxis], _END_OF_DATA)[:, 0])
         is_new = not self._is_active or self._ends_together != ends_together
         self._is_active, self._ends_together = True, ends_together
         return is_new

@@ -326,7 +326,7 @@ def test_what_cannot_work_is_refused(folder):
         fit(distributed(), validation_data=TEST_SHARD if RANK == 0 else None)
     plain = dense_model()
     plain.compile(optimizer="sgd", loss=loss())
-    with pytest.raises(UsageError, match=r"sgd.*, which averages nothing over ranks"):
+    with pytest.raises(UsageError, match=r"(?i)sgd.*, which averages nothing over ranks"):
         fit(distributed(), plain)
     rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
     with pytest.raises(UsageError, match="CosineDecay"):

@@ -1,5 +1,6 @@
 """Started by a launcher on every rank: runs files of cases under pytest and writes the output to the rank's log."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,13 @@ import pytest
 from hvdtrain.system import environment, tensorflow_start
 
 
+class _NoUnconvertedFunctions(logging.Handler):
+    """Fails a test in which AutoGraph warns that it cannot convert a function."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert "AutoGraph could not transform" not in record.getMessage()
+
+
 def main() -> int:
     names, folder, more = sys.argv[1].split("+"), Path(sys.argv[2]), sys.argv[3:]
     rank = environment.launcher().rank
@@ -16,6 +24,7 @@ def main() -> int:
     os.dup2(log, 1)
     os.dup2(log, 2)
     tensorflow_start.import_tensorflow()
+    logging.getLogger("tensorflow").addHandler(_NoUnconvertedFunctions())
     files = [path for name in names for path in Path(__file__).parents[1].glob(f"*/cases_{name}.py")]
     assert len(files) == len(names), f"files of cases must exist. Received: {names}, found: {files}"
     # -x: a rank that fails must end, or the others wait for it in their next collective.
