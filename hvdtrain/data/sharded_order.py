@@ -5,7 +5,7 @@ import hashlib
 import os.path
 import random
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,12 +39,14 @@ def note(data: Any) -> None:
         if isinstance(each, tf.data.Dataset):
             order += _order_of_dataset(each, _refuse_to_shuffle_without_seed)
         elif isinstance(each, keras.utils.PyDataset):
-            order += _first_samples(each)
+            order += _repeated(functools.partial(_first_samples, each))
             # Without a digest, what is noted later would be compared with something else.
             if order and not runtime.collectives().may_change:
                 _in_first_epoch[each] = order
         elif hasattr(each, "__getitem__") and len(getattr(each, "shape", [])):
             order.append(_some_rows(each))
+        elif hasattr(each, "__getitem__") and hasattr(each, "__len__") and not isinstance(each, str | bytes):
+            order += _repeated(functools.partial(_some_samples, each))
     _orders.append(order)
 
 
@@ -59,7 +61,7 @@ def note_end_of_epoch(dataset: keras.utils.PyDataset) -> None:
     """Notes the order of a ``PyDataset`` after its first epoch, in which many are shuffled anew."""
     order = _in_first_epoch.pop(dataset, None)
     if order is not None:
-        order += _first_samples(dataset)
+        order += _repeated(functools.partial(_first_samples, dataset))
 
 
 def noted() -> list[Order]:
@@ -113,11 +115,11 @@ def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[]
     return order
 
 
-def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:
-    """A digest of each part of the first batches; empty if it is not the same when they are read again."""
+def _repeated(read: Callable[[], list[str]]) -> list[str]:
+    """A digest of each part of samples; empty if it is not the same when they are read again."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        first, again = _read_first_samples(dataset), _read_first_samples(dataset)
+        first, again = read(), read()
     except Exception:
         return []  # Training reads them again, and says what is wrong.
     finally:
@@ -126,18 +128,36 @@ def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:
     return [one if one == other else "" for one, other in zip(first, again, strict=True)]
 
 
-def _read_first_samples(dataset: keras.utils.PyDataset) -> list[str]:
-    batches: list[list[Any]] = []
+def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:
+    batches: list[list[np.ndarray]] = []
     while len(batches) != dataset.num_batches and sum(len(parts[0]) for parts in batches) < _NUM_COMPARED:
-        batches.append([np.asarray(part) for part in tf.nest.flatten(dataset[len(batches)]) if part is not None])
+        batches.append(_parts(dataset[len(batches)]))
     return [" ".join(_some_rows(each) for each in part) for part in zip(*batches, strict=True)]
 
 
+def _some_samples(samples: Any) -> list[str]:
+    """A digest of each part of a few samples that are objects, as those of Grain."""
+    chosen = [_parts(samples[number]) for number in _some_numbers(len(samples))]
+    return [_digest(part) for part in zip(*chosen, strict=True)]
+
+
+def _parts(sample: Any) -> list[np.ndarray]:
+    return [np.asarray(each) for each in tf.nest.flatten(sample) if each is not None]
+
+
 def _some_rows(array: Any) -> str:
-    """A digest of a few rows; of texts without their common prefix, because hosts may keep files in other folders."""
-    length = array.shape[0]
-    numbers = np.linspace(0, length - 1, min(length, _NUM_COMPARED)).astype(int)
-    rows = [np.asarray(getattr(array, "iloc", array)[int(number)]) for number in numbers]
+    """A digest of a few rows."""
+    rows = getattr(array, "iloc", array)
+    return _digest([np.asarray(rows[number]) for number in _some_numbers(array.shape[0])])
+
+
+def _some_numbers(length: int) -> list[int]:
+    numbers: list[int] = np.linspace(0, length - 1, min(length, _NUM_COMPARED)).astype(int).tolist()
+    return numbers
+
+
+def _digest(rows: Sequence[np.ndarray]) -> str:
+    """A digest; of texts without their common prefix, because hosts may keep files in other folders."""
     texts = [row.item() for row in rows if row.ndim == 0 and isinstance(row.item(), str | bytes)]
     # Texts need not be paths.
     begin = len(os.path.commonprefix(texts)) if len(texts) == len(rows) else 0  # noqa: RUF071

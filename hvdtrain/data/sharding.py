@@ -21,10 +21,9 @@ def shard(*data: Any, drop_remainder: bool = True) -> Any:
     Args:
         data: arrays, or structures (dict, tuple, list) of arrays, with the same number of samples: NumPy arrays and
             memory maps, tensors (also ragged and sparse ones), pandas' frames, sparse matrices of scipy, and whatever
-            else has a length and can be sliced. Or one
-            ``tf.data.Dataset``, the same on every rank: of single samples, before ``batch``. One of batches is sharded
-            by batch, and the last batch may be smaller on one rank. Or one ``keras.utils.PyDataset``, which is sharded
-            by batch.
+            else has a length and can be sliced, such as a ``MapDataset`` of Grain. Or one ``tf.data.Dataset``, the same
+            on every rank: of single samples, before ``batch``. One of batches is sharded by batch, and the last batch
+            may be smaller on one rank. Or one ``keras.utils.PyDataset``, which is sharded by batch.
         drop_remainder: leave out the last ``n % size`` elements, because ranks that train must make the same number of
             steps. False for ``validation_data``: with ``hvdtrain.callbacks.distributed``, values are exact on parts of
             different lengths.

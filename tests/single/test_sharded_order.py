@@ -85,6 +85,19 @@ class Batches(keras.utils.PyDataset):
         return self.augment(rows), rows[:, :1]
 
 
+class Samples:
+    """A container of samples, as of Grain, whose only array is in it."""
+
+    def __init__(self, order=SAME, *, augment=lambda x: x, size=1):
+        self.x, self.augment = X[order], augment
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.augment(self.x[index : index + 1]), "y": self.x[index, 0], "weight": None}
+
+
 def flipped(x):
     """As augmentation with a generator that nobody seeds."""
     return x * np.random.default_rng().choice([-1, 1], size=(len(x), 1))
@@ -96,10 +109,11 @@ def moved(x):
 
 @pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize("augment", [lambda x: x, flipped, moved])
-def test_orders_of_batches(augment, size):
-    one = orders(Batches(augment=augment, size=size))
-    assert not sharded_order.differ([one, orders(Batches(augment=augment, size=size))])
-    assert sharded_order.differ([one, orders(Batches(OTHER, augment=augment, size=size))])
+@pytest.mark.parametrize("kind", [Batches, Samples])
+def test_orders_of_samples_that_are_read(kind, augment, size):
+    one = orders(kind(augment=augment, size=size))
+    assert not sharded_order.differ([one, orders(kind(augment=augment, size=size))])
+    assert sharded_order.differ([one, orders(kind(OTHER, augment=augment, size=size))])
 
 
 def test_reading_samples_changes_no_state_of_generators():
