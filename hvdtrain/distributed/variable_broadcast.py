@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.distributed.bounded_messages import bounds, groups_of_bounded_size, num_bytes
+from hvdtrain.errors import UsageError
 
 Send = Callable[[tf.Tensor, str], tf.Tensor]
 """A broadcast: receives this rank's tensor and a name, and returns the root's tensor."""
@@ -22,7 +23,16 @@ def overwrite_with_received(variables: Sequence[tf.Variable], send: Send, *, is_
 
     Args:
         is_root: whether this rank is the one whose variables the others receive.
+
+    Raises:
+        UsageError: a variable holds strings.
     """
+    for each in variables:
+        if each.dtype == tf.string:
+            raise UsageError(
+                f"variables must hold numbers, or true and false, to be broadcast. Received: {each.name!r} of strings. "
+                "Leave it out, and assign what hvdtrain.broadcast_object returns for its value."
+            )
     for group in groups_of_bounded_size(variables, PIECE_BYTES):
         name = f"hvdtrain_broadcast_{group[0]}"
         if num_bytes(variables[group[0]]) > PIECE_BYTES:

@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.distributed import bounded_messages, variable_broadcast
+from hvdtrain.errors import UsageError
 
 TYPES = [tf.float32, tf.bfloat16, tf.bool, tf.uint32, tf.int64, tf.float16, tf.uint8]
 SHAPES = [(3,), (), (2, 5), (0, 4), (7, 1)]
@@ -42,6 +43,11 @@ def test_variables_of_all_types_arrive_in_one_message():
     assert list(messages.values()) == [sum(bounded_messages.num_bytes(each) for each in root)]
     for ours, theirs in zip(receiver, root, strict=True):
         assert np.array_equal(ours.numpy(), theirs.numpy())
+
+
+def test_strings_are_refused_before_anything_is_sent():
+    with pytest.raises(UsageError, match=r"must hold numbers, .* Received: 'names.*' of strings\. Leave it out"):
+        broadcast([tf.Variable(1.0), tf.Variable(["a", "b"], name="names")], [])
 
 
 @pytest.mark.parametrize("piece_bytes", [16, 64])
