@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.data import kept_order
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.dataset_inputs import with_inputs
 from hvdtrain.errors import UsageError
@@ -95,7 +96,10 @@ def _note_and_shard(self: tf.data.Dataset, num_shards: Any, index: Any, name: st
     # Within a graph, such as that of interleave, arrays and seeds have no values.
     if collectives.size > 1 and tf.executing_eagerly() and (num_shards, index) == (collectives.size, collectives.rank):
         # Shuffled without a seed, a data set has an order that no other rank has.
-        _orders.append(_order_of_dataset(self, of_unseeded_shuffle=lambda: uuid.uuid4().hex))
+        order = _order_of_dataset(self, of_unseeded_shuffle=lambda: uuid.uuid4().hex)
+        self = kept_order.in_order(self)
+        kept_order.note_shard(self)
+        _orders.append(order)
     return shard_without_note(self, num_shards, index, name)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.data import sharded_order
+from hvdtrain.data import kept_order, sharded_order
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
@@ -96,6 +96,9 @@ def _rows_of_sparse(tensor: tf.SparseTensor, rank: int, usable: int, size: int) 
 
 
 def _shard_of_dataset(dataset: tf.data.Dataset, rank: int, size: int, drop_remainder: bool) -> tf.data.Dataset:
+    if size > 1:
+        dataset = kept_order.in_order(dataset)
+        kept_order.note_shard(dataset)
     length = int(dataset.cardinality())
     if length >= 0:
         _require_enough(length, size)

@@ -10,9 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data.bad_samples import BadSample
+from hvdtrain.data.kept_order import in_order
 from hvdtrain.data.numbered import as_keras_packs
 from hvdtrain.data.pipeline import NUMBER, NUMBERS, asked_when_iterated, parallel_calls
 from hvdtrain.data.sample_draws import SampleDraws
+from hvdtrain.distributed import runtime
 from hvdtrain.distributed.untuned_datasets import without_autotuning
 from hvdtrain.errors import DataError, UsageError
 from hvdtrain.system import environment
@@ -50,7 +52,7 @@ class Stream:
 
     Raises:
         UsageError: elements have another structure, the dataset is infinite or cannot be counted within 600 s and
-            ``num_samples`` is None, or ``num_samples`` exceeds the dataset.
+            ``num_samples`` is None, ``num_samples`` exceeds the dataset, or ranks would see it in different orders.
         DataError: the dataset is empty.
     """
 
@@ -66,6 +68,8 @@ class Stream:
         transform: Callable[..., Any] | None = None,
         batched: bool | None = None,
     ):
+        if runtime.collectives().size > 1:
+            dataset = in_order(dataset)
         dataset = without_autotuning(dataset)
         known = int(dataset.cardinality())
         if num_samples is None and known == tf.data.INFINITE_CARDINALITY:

@@ -97,6 +97,14 @@ DATASET_INPUTS = Seam(
 )
 DATASET_ARRAYS = "_tensors"
 """The attribute of a data set that is made of tensors."""
+DATASET_ORDER = "_deterministic"
+"""The attribute of a data set that an operation with an argument ``deterministic`` makes: default, true or false."""
+INTERLEAVED = ImportedSeam(
+    "tensorflow.python.data.ops.interleave_op",
+    "_ParallelInterleaveDataset",
+    "is the only parallel operation on data sets that does not keep this attribute",
+    library="tensorflow",
+)
 SHUFFLE_SEEDS = ("_seed", "_seed2")
 """Attributes of a data set that shuffles; 0: no seed."""
 NO_INLINE = {"_noinline": True}

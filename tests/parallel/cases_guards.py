@@ -12,7 +12,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.callbacks import MetricAverageCallback, distributed
-from hvdtrain.data import sharded_order
+from hvdtrain.data import Stream, sharded_order
 from hvdtrain.distributed import program_operations, runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UnequalError, UsageError
 from hvdtrain.optim import made_steps, own_loops, values_of_parts
@@ -84,6 +84,20 @@ def test_data_that_ranks_have_in_different_orders(kind, is_same, monkeypatch):
         model.fit(**data, epochs=2, verbose=0)
     with nullcontext() if is_same else refused:
         hvdtrain.verify(lambda batch: model.train_step(batch), (X[:BATCH], Y[:BATCH]), model)
+
+
+@pytest.mark.parametrize(
+    "shard", [hvdtrain.shard, lambda dataset: dataset.shard(SIZE, RANK), Stream], ids=["shard", "one's own", "Stream"]
+)
+def test_elements_in_the_order_in_which_they_are_ready(shard):
+    options = tf.data.Options()
+    options.deterministic = False
+    numbers = tf.data.Dataset.range(24)
+    kept = shard(numbers.map(tf.identity, num_parallel_calls=4).with_options(options))
+    if isinstance(kept, tf.data.Dataset):
+        assert kept.batch(2).with_options(options).options().deterministic
+    with pytest.raises(UsageError, match=r"in the same order on all ranks .* deterministic=False"):
+        shard(numbers.map(tf.identity, num_parallel_calls=4, deterministic=False).take(20))
 
 
 def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed(monkeypatch):
