@@ -55,8 +55,8 @@ def _whole(save: Save, parameter: str, collectives: Collectives, *, makes_parent
     def save_and_move(*arguments: Any, **named: Any) -> Any:
         call = signature.bind(*arguments, **named)
         given = call.arguments[parameter]
-        path = _local_path(given, makes_parents)
-        if collectives.size == 1 or path is None:
+        path = _local_path(given, makes_parents) if collectives.size > 1 else None
+        if path is None:
             return save(*arguments, **named)
         folder = path.with_name(f".writing-by-rank-{collectives.rank}-{path.name}")
         remove(folder)
@@ -88,12 +88,23 @@ def _move_contents(folder: Path, path: Path) -> None:
     sync(folder)
     with one_process_at_a_time(path.parent):
         for each in sorted(folder.iterdir(), key=lambda each: (each.name == path.name, each.name)):
-            target = path.with_name(each.name)
-            if each.is_dir():
-                _replace_folder(each, target)
-            else:
-                commit(each, target)
+            _move(each, path.with_name(each.name))
     remove(folder)
+
+
+def _move(path: Path, target: Path) -> None:
+    """Moves a file or a folder to its place, where a folder keeps the other files that it has."""
+    if not path.is_dir():
+        commit(path, target)
+    elif target.is_dir() and _names_in(target) - _names_in(path):
+        for each in sorted(path.iterdir()):
+            _move(each, target / each.name)
+    else:
+        _replace_folder(path, target)
+
+
+def _names_in(folder: Path) -> set[Path]:
+    return {each.relative_to(folder) for each in folder.rglob("*")}
 
 
 def _replace_folder(folder: Path, target: Path) -> None:

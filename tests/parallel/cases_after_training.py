@@ -307,8 +307,8 @@ def test_managed_checkpoints_of_tensorflow_are_found(folder):
     manager = tf.train.CheckpointManager(tf.train.Checkpoint(model=model), folder, max_to_keep=2)
     saved = [manager.save() for _ in range(3)]
     assert saved == [str(folder / f"ckpt-{number}") for number in (1, 2, 3)]
-    assert tf.train.latest_checkpoint(folder) == saved[-1]
     COLLECTIVES.barrier()
+    assert tf.train.latest_checkpoint(folder) == saved[-1]
     files = [f"ckpt-{number}.{kind}" for number in (2, 3) for kind in ("data-00000-of-00001", "index")]
     assert names_in(folder) == ["checkpoint", *files]
 
@@ -341,7 +341,12 @@ def test_all_ranks_may_export_to_the_same_folder(save, folder, capsys):
     said = capsys.readouterr().out
     assert (f"'{path}'" in said) == (save is not save_module)  # Keras says where it is
     COLLECTIVES.barrier()
+    (path / "variables" / f"of-rank-{RANK}").touch()
+    COLLECTIVES.barrier()
+    save(model, path)
+    COLLECTIVES.barrier()
     assert names_in(path.parent) == ["exported"]
+    assert {f"of-rank-{rank}" for rank in range(SIZE)} < set(names_in(path / "variables"))
     x, loaded = samples(3)[0], tf.saved_model.load(str(path))
     np.testing.assert_array_equal(loaded.serve(x), model.predict(x, verbose=0))
 
