@@ -18,6 +18,7 @@ from hvdtrain.distributed import runtime
 from hvdtrain.distributed.dataset_inputs import with_inputs
 from hvdtrain.errors import UsageError
 from hvdtrain.seams import tensorflow_internals
+from hvdtrain.system import cores
 
 _NUM_COMPARED = 16
 """Samples of an array or of a ``PyDataset`` by which its order is recognized."""
@@ -107,7 +108,7 @@ tf.data.Dataset.shard = _note_and_shard
 
 
 def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[], str]) -> Order:
-    """The arrays that a data set is made of, and the seeds of its shuffles."""
+    """The arrays that a data set is made of, the seeds of its shuffles, and how many data sets it interleaves."""
     order = []
     for each in with_inputs(dataset):
         arrays = vars(each).get(tensorflow_internals.DATASET_ARRAYS, [])
@@ -116,7 +117,16 @@ def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[]
         if None not in seeds:
             numbers = [int(seed) for seed in seeds]
             order.append(of_unseeded_shuffle() if numbers == [0, 0] else str(numbers))
+        if vars(each).get(tensorflow_internals.CYCLE_LENGTH, 1) == tf.data.AUTOTUNE:
+            order.append(f"{_default_cycle_length(each)} at once")
     return order
+
+
+def _default_cycle_length(interleaved: tf.data.Dataset) -> int:
+    """How many data sets are interleaved at once, unless a program says it."""
+    (several,) = tensorflow_internals.DATASET_INPUTS.of(interleaved)()
+    length = int(several.cardinality())
+    return cores.usable_cores() if length < 0 else min(length, cores.usable_cores())
 
 
 def _repeated(read: Callable[[], list[str]]) -> list[str]:

@@ -105,6 +105,8 @@ INTERLEAVED = ImportedSeam(
     "is the only parallel operation on data sets that does not keep this attribute",
     library="tensorflow",
 )
+CYCLE_LENGTH = "_cycle_length"
+"""The attribute of a data set that interleaves others: how many at once."""
 SHUFFLE_SEEDS = ("_seed", "_seed2")
 """Attributes of a data set that shuffles; 0: no seed."""
 NO_INLINE = {"_noinline": True}

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from hvdtrain.data import sharded_order
 from hvdtrain.errors import UsageError
+from hvdtrain.system import cores
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(64, 3))
@@ -64,6 +65,20 @@ def test_orders(data):
 def test_hosts_may_keep_files_in_different_folders():
     here, there = ([orders(kind(folder, SAME)) for kind in (paths, of_files)] for folder in ("/data", "/mnt/b"))
     assert here == there != [orders(kind("/data", OTHER)) for kind in (paths, of_files)]
+
+
+@pytest.mark.parametrize(
+    ("num_files", "options", "are_different"), [(9, {}, True), (9, {"cycle_length": 4}, False), (2, {}, False)]
+)
+def test_orders_on_hosts_with_different_numbers_of_cores(num_files, options, are_different, monkeypatch):
+    def interleaved(num_cores, more):
+        monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
+        files = tf.data.Dataset.range(num_files).map(tf.identity)
+        return orders(files.interleave(lambda each: tf.data.Dataset.range(3), **options, **more).prefetch(1))
+
+    for more in ({}, {"num_parallel_calls": tf.data.AUTOTUNE}):
+        assert not sharded_order.differ([interleaved(2, more), interleaved(2, more)])
+        assert sharded_order.differ([interleaved(2, more), interleaved(8, more)]) == are_different
 
 
 def test_ranks_that_shard_other_data_are_not_compared():

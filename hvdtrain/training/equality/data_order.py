@@ -7,7 +7,7 @@ from hvdtrain.training.equality.step_check import Finding
 _OTHER_ORDER = (
     "data must be in the same order on all ranks when it is sharded. Received: different orders, so that some samples "
     "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle each rank's "
-    "part"
+    "part, and pass cycle_length to interleave: its default is the number of cores of a rank"
 )
 
 
