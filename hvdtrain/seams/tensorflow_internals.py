@@ -95,6 +95,8 @@ SAVE = Seam("TrackableSaver", "save", "writes to a path that is this rank's, unt
 DATASET_INPUTS = Seam(
     "Dataset", "_inputs", "lists what a data set is made of, to find how it is shuffled", library="tensorflow"
 )
+INNER_DATASET = "_impl"
+"""The attribute of a data set of files: the data set that reads them, whose inputs it has."""
 DATASET_ARRAYS = "_tensors"
 """The attribute of a data set that is made of tensors."""
 DATASET_ORDER = "_deterministic"

@@ -81,6 +81,16 @@ def test_orders_on_hosts_with_different_numbers_of_cores(num_files, options, are
         assert sharded_order.differ([interleaved(2, more), interleaved(8, more)]) == are_different
 
 
+@pytest.mark.parametrize("kind", [tf.data.TFRecordDataset, tf.data.TextLineDataset])
+def test_files_that_are_read_in_parallel_on_hosts_with_different_numbers_of_cores(kind, monkeypatch):
+    def read(num_cores, num_parallel_reads):
+        monkeypatch.setattr(cores, "usable_cores", lambda: num_cores)
+        return orders(kind(paths("/data", SAME), num_parallel_reads=num_parallel_reads).prefetch(1))
+
+    assert not sharded_order.differ([read(2, 4), read(8, 4)])
+    assert sharded_order.differ([read(2, tf.data.AUTOTUNE), read(8, tf.data.AUTOTUNE)])
+
+
 def test_ranks_that_shard_other_data_are_not_compared():
     assert not sharded_order.differ([orders(X), orders(X, X[::-1])])
 
