@@ -183,6 +183,7 @@ def environment(venv: Path) -> dict[str, str]:
     env["VIRTUAL_ENV"] = str(venv)
     env["PATH"] = os.pathsep.join([str(venv / "bin"), env.get("PATH", os.defpath)])
     env.pop("PYTHONHOME", None)
+    env.setdefault("PYTHONHASHSEED", "0")  # Otherwise, sets of strings have another order on each rank.
     if os.geteuid() == 0:  # as in a container
         env.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
         env.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")

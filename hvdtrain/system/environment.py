@@ -77,6 +77,7 @@ def launch_environment() -> dict[str, str]:
     if os.path.realpath(scripts) not in map(os.path.realpath, folders):
         folders.insert(0, scripts)
     env["PATH"] = os.pathsep.join(folders)
+    env.setdefault("PYTHONHASHSEED", "0")  # Otherwise, sets of strings have another order on each rank.
     if os.geteuid() == 0:
         env = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
     return env

@@ -66,6 +66,12 @@ def test_the_error_of_the_rank_that_fails_first_ends_the_others(controller, capf
     assert capfd.readouterr().out == ""
 
 
+def test_sets_have_the_same_order_on_all_ranks(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    orders = hvdtrain.run(lambda: list({f"class {number}" for number in range(20)}), np=2)
+    assert orders[0] == orders[1]
+
+
 @pytest.mark.slow
 def test_more_ranks_than_cores_and_a_lambda():
     assert hvdtrain.run(lambda: own_rank() ** 2, np=3) == [0, 1, 4]

@@ -41,7 +41,7 @@ def checkout(tmp_path):
     return folder
 
 
-LEFT_OUT = ("HVDTRAIN", "VIRTUAL_ENV", "OMPI_ALLOW")
+LEFT_OUT = ("HVDTRAIN", "VIRTUAL_ENV", "OMPI_ALLOW", "PYTHONHASHSEED")
 
 
 def environment(checkout: Path, **more: str) -> dict[str, str]:
@@ -248,6 +248,12 @@ def test_mpi4py_is_built_with_the_site_mpi(checkout):
 def test_mpirun_may_be_used_by_root(checkout):
     show = "echo $OMPI_ALLOW_RUN_AS_ROOT $OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"
     assert run(checkout, "sh", "-c", show).stdout.strip() == ("1 1" if os.geteuid() == 0 else "")
+
+
+def test_sets_have_the_same_order_on_all_ranks(checkout):
+    show = ("sh", "-c", "echo $PYTHONHASHSEED")
+    assert run(checkout, *show).stdout == "0\n"
+    assert run(checkout, *show, PYTHONHASHSEED="7").stdout == "7\n"
 
 
 def test_mpirun_needs_no_ssh_on_one_host(checkout):
