@@ -62,6 +62,13 @@ def test_orders(data):
     assert sharded_order.differ([orders(data(SAME), X), orders(data(OTHER), X)])
 
 
+def test_data_sets_that_are_repeated_by_concatenation():
+    dataset = tf.data.Dataset.from_tensor_slices(X)
+    for _ in range(40):
+        dataset = dataset.concatenate(dataset)
+    assert len(orders(dataset)[0]) == 1
+
+
 def test_hosts_may_keep_files_in_different_folders():
     here, there = ([orders(kind(folder, SAME)) for kind in (paths, of_files)] for folder in ("/data", "/mnt/b"))
     assert here == there != [orders(kind("/data", OTHER)) for kind in (paths, of_files)]
