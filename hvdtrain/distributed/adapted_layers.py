@@ -33,7 +33,7 @@ def share_adapted_layers(model: keras.Model, collectives: Collectives) -> None:
     layers = _adaptable(model)
     if not layers or collectives.size == 1:
         return
-    names = _names(layers)
+    names = names_of(layers)
     own = [_state(layer) for layer in layers]
     first = collectives.allgather(own if collectives.rank == 0 else None)[0]
     everyone = collectives.allgather([(len(each.get(_VOCABULARY, [])), _digest(_digests(each))) for each in own])
@@ -71,7 +71,7 @@ def require_equal_adapted_layers(model: keras.Model, collectives: Collectives, s
     if all(each == states[0] for each in states):
         return
     hosts = collectives.allgather(network.host_name())
-    for i, layer_name in enumerate(_names(layers)):
+    for i, layer_name in enumerate(names_of(layers)):
         for name in sorted({name for each in states for name in each[i]}):
             values = [each[i].get(name, b"") for each in states]
             usual = most_common(values)
@@ -88,13 +88,18 @@ def _adaptable(model: keras.Model) -> list[keras.layers.Layer]:
     return [layer for layer in keras_internals.FLATTEN_LAYERS.of(model)() if hasattr(layer, "adapt")]
 
 
-def _names(layers: Sequence[keras.layers.Layer]) -> list[str]:
+def names_of(layers: Sequence[keras.layers.Layer]) -> list[str]:
     """Names for messages: a lookup that is part of a TextVectorization has the name of that, which users know."""
     names: dict[int, str] = {}
     for layer in layers:
         for part in keras_internals.FLATTEN_LAYERS.of(layer)():
             names.setdefault(id(part), layer.name)
     return [names[id(layer)] for layer in layers]
+
+
+def digest_of(layer: keras.layers.Layer) -> bytes:
+    """A digest of what a layer and its parts have been adapted to."""
+    return _digest([_digests(_state(each)) for each in keras_internals.FLATTEN_LAYERS.of(layer)()])
 
 
 def _state(layer: Any) -> dict[str, Any]:

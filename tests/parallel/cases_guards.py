@@ -1,6 +1,7 @@
 """On all ranks: what is noticed of any program, without making its step by one process."""
 
 import atexit
+import gc
 from contextlib import nullcontext
 
 import keras
@@ -13,9 +14,10 @@ from keras import layers
 import hvdtrain
 from hvdtrain.callbacks import MetricAverageCallback, distributed
 from hvdtrain.data import Stream, sharded_order
-from hvdtrain.distributed import program_operations, runtime
+from hvdtrain.distributed import noted_layers, program_operations, runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UnequalError, UsageError
 from hvdtrain.optim import made_steps, own_loops, values_of_parts
+from hvdtrain.training.equality.compared_data import compare_data
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -98,6 +100,47 @@ def test_elements_in_the_order_in_which_they_are_ready(shard):
         assert kept.batch(2).with_options(options).options().deterministic
     with pytest.raises(UsageError, match=r"in the same order on all ranks .* deterministic=False"):
         shard(numbers.map(tf.identity, num_parallel_calls=4, deterministic=False).take(20))
+
+
+WORDS = np.array([f"w{number % 5}" for number in range(SIZE * 8)])
+
+
+def adapted(layer, data):
+    layer.adapt(data)
+    return layer
+
+
+PREPARING = {
+    "vocabulary": lambda part: layers.StringLookup(vocabulary=sorted(set(WORDS[part]))),
+    "StringLookup": lambda part: adapted(layers.StringLookup(), WORDS[part]),
+    "IntegerLookup": lambda part: adapted(layers.IntegerLookup(), np.arange(SIZE * 8)[part] % 5),
+    "TextVectorization": lambda part: adapted(layers.TextVectorization(), WORDS[part]),
+    "Normalization": lambda part: adapted(layers.Normalization(axis=None), np.arange(SIZE * 8.0)[part]),
+    "Discretization": lambda part: adapted(layers.Discretization(num_bins=3), np.arange(SIZE * 8.0)[part]),
+}
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("kind", PREPARING)
+def test_layers_that_prepare_samples_differently(kind, is_same, monkeypatch):
+    monkeypatch.setattr(noted_layers, "_layers", [])
+    layer = PREPARING[kind](slice(None) if is_same else slice(RANK * 4, RANK * 4 + 4))
+    finding = compare_data(COLLECTIVES)
+    assert (finding is None) == is_same
+    if finding is not None:
+        assert f"adapted to the same data on all ranks. Received: different states of {layer.name!r}" in finding.unequal
+
+
+def test_layers_are_compared_again_when_they_have_changed(monkeypatch):
+    monkeypatch.setattr(noted_layers, "_layers", [])
+    layer = layers.StringLookup(vocabulary=["a", "b"])
+    assert compare_data(COLLECTIVES) is None
+    layer.set_vocabulary([f"a{RANK}", "b"])
+    with pytest.raises(UnequalError, match=r"Received: different states of 'string_lookup.*', so that ranks prepare"):
+        fit(network())
+    del layer
+    gc.collect()
+    assert compare_data(COLLECTIVES) is None
 
 
 def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed(monkeypatch):

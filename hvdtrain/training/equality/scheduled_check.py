@@ -9,7 +9,7 @@ from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.kept_batch import KeptBatch
 from hvdtrain.optim.only_checks import UNCHECKED, print_comparison
 from hvdtrain.system import environment
-from hvdtrain.training.equality.data_order import compare_orders
+from hvdtrain.training.equality.compared_data import compare_data
 from hvdtrain.training.equality.sample_guard import SampleGuard
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
@@ -98,7 +98,7 @@ class ScheduledCheck:
         if any(self._collectives.allgather(batch is None)):
             return  # The call has made its step without a batch of this rank.
         self._is_due = False
-        finding = compare_orders(self._collectives) or self._check.run(batch)
+        finding = compare_data(self._collectives) or self._check.run(batch)
         self._num_checks += 1
         self._has_checked = True
         self._last_check_s = time.monotonic()

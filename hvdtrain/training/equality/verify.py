@@ -12,7 +12,7 @@ from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.only_checks import end_if_only_checking, print_comparison
 from hvdtrain.optim.own_loops import note_verified_step
 from hvdtrain.system import environment
-from hvdtrain.training.equality.data_order import compare_orders
+from hvdtrain.training.equality.compared_data import compare_data
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
 
@@ -45,7 +45,7 @@ def verify(
     collectives = collectives or runtime.current().collectives
     if collectives.size == 1:
         return Finding({}, unchecked="there is one rank")
-    finding = compare_orders(collectives) or StepCheck(step, model, collectives).run(batch)
+    finding = compare_data(collectives) or StepCheck(step, model, collectives).run(batch)
     if finding.unequal is not None:
         raise UnequalError(f"{finding.unequal}.")
     if finding.unchecked is not None:
