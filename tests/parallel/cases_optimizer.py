@@ -238,7 +238,7 @@ def test_buckets_wait_for_each_other_if_nothing_can_hide_them(one_core, monkeypa
     monkeypatch.setattr(devices, "computes_on_one_core", lambda: one_core)
     reduce = COLLECTIVES.gradient_reducer(ReductionConfig(groups=2))
 
-    @tf.function
+    @tf.function(autograph=False)
     def reduced(first, second):
         return reduce([first, second]).gradients
 
