@@ -1,5 +1,6 @@
 """An elastic job on two lab hosts: started by ssh, a killed rank, a changed hosts file, and a host that is cut off."""
 
+import contextlib
 import os
 import sys
 import time
@@ -23,13 +24,14 @@ STEPS = 800
 
 def rank_processes(job: Job, host: str) -> list[int]:
     """The training processes of the job on a host."""
-    return [
-        pid
-        for pid, environment in job.processes().items()
-        if "HVDTRAIN_ELASTIC_WORKER" in environment
-        and "python" in Path(f"/proc/{pid}/comm").read_text()
-        and os.readlink(f"/proc/{pid}/ns/net") == namespace(host)
-    ]
+    found = []
+    for pid, environment in job.processes().items():
+        with contextlib.suppress(OSError):  # It has ended meanwhile.
+            is_python = "python" in Path(f"/proc/{pid}/comm").read_text()
+            is_there = os.readlink(f"/proc/{pid}/ns/net") == namespace(host)
+            if "HVDTRAIN_ELASTIC_WORKER" in environment and is_python and is_there:
+                found.append(pid)
+    return found
 
 
 def namespace(host: str) -> str:

@@ -119,8 +119,9 @@ class Job:
         while True:
             for pid, environment in self.processes().items():
                 rank = environment.get("OMPI_COMM_WORLD_RANK", environment.get("HOROVOD_RANK"))
-                if rank == str(number) and "python" in Path(f"/proc/{pid}/comm").read_text():
-                    return pid
+                with contextlib.suppress(OSError):  # It has ended meanwhile.
+                    if rank == str(number) and "python" in Path(f"/proc/{pid}/comm").read_text():
+                        return pid
             assert self._launcher.poll() is None, "the job has ended"
             time.sleep(0.05)
 
