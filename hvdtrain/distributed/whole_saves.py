@@ -58,7 +58,7 @@ def _whole(save: Save, parameter: str, collectives: Collectives, *, makes_parent
         path = _local_path(given, makes_parents) if collectives.size > 1 else None
         if path is None:
             return save(*arguments, **named)
-        folder = path.with_name(f".writing-by-rank-{collectives.rank}-{path.name}")
+        folder = _place_for(path) / f".writing-by-rank-{collectives.rank}-{path.name}"
         remove(folder)
         with removed_on_failure(folder):
             folder.mkdir()
@@ -81,6 +81,12 @@ def _local_path(given: Any, makes_parents: bool) -> Path | None:
     if makes_parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     return path if path.parent.is_dir() else None
+
+
+def _place_for(path: Path) -> Path:
+    """Where to write aside: beside the path, or in it if it is a folder that cannot be replaced."""
+    can_be_replaced = os.access(path.parent, os.W_OK) and not path.is_mount()
+    return path if path.is_dir() and not can_be_replaced else path.parent
 
 
 def _move_contents(folder: Path, path: Path) -> None:
@@ -115,4 +121,6 @@ def _replace_folder(folder: Path, target: Path) -> None:
         folder.rename(target)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            with suppress(OSError):  # The first error matters more.
+                old.rename(target)
             raise  # Otherwise, another rank's is there.

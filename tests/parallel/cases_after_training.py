@@ -1,6 +1,7 @@
 """On all ranks: evaluation, prediction and saved models, with the values of one process."""
 
 import csv
+import os
 import shutil
 from pathlib import Path
 
@@ -320,6 +321,9 @@ def test_a_name_that_keras_refuses_is_that_of_the_user(save, folder):
     assert "writing" not in str(refused.value)
 
 
+VARIABLES = ("variables.data-00000-of-00001", "variables.index")
+
+
 def write_archive(model, path) -> None:
     archive = keras.export.ExportArchive()
     archive.track(model)
@@ -347,6 +351,28 @@ def test_all_ranks_may_export_to_the_same_folder(save, folder, capsys):
     COLLECTIVES.barrier()
     assert names_in(path.parent) == ["exported"]
     assert {f"of-rank-{rank}" for rank in range(SIZE)} < set(names_in(path / "variables"))
+    x, loaded = samples(3)[0], tf.saved_model.load(str(path))
+    np.testing.assert_array_equal(loaded.serve(x), model.predict(x, verbose=0))
+
+
+@pytest.mark.parametrize("limit", ["mount point", "parent that is read-only"])
+def test_an_export_to_a_folder_that_cannot_be_replaced(limit, folder, monkeypatch):
+    path = folder / "exported"
+    path.mkdir(exist_ok=True)
+    if limit == "mount point":
+        monkeypatch.setattr(Path, "is_mount", lambda self: self == path)
+    else:
+        monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != folder)  # Tests may be run by root.
+    inode = path.stat().st_ino
+    COLLECTIVES.barrier()
+    model = compiled()
+    hvdtrain.broadcast(model)
+    for _ in range(3):
+        model.export(path, verbose=False)
+    COLLECTIVES.barrier()
+    assert path.stat().st_ino == inode
+    assert (names_in(folder), names_in(path / "variables")) == (["exported"], sorted(VARIABLES))
+    assert [each for each in names_in(path) if each.startswith(".")] == []
     x, loaded = samples(3)[0], tf.saved_model.load(str(path))
     np.testing.assert_array_equal(loaded.serve(x), model.predict(x, verbose=0))
 
