@@ -133,13 +133,13 @@ def _repeated(read: Callable[[], list[str]]) -> list[str]:
     """A digest of each part of samples; empty if it is not the same when they are read again."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
-        first, again = read(), read()
+        both = zip(read(), read(), strict=True)
+        return [one if one == other else "" for one, other in both]
     except Exception:
         return []  # Training reads them again, and says what is wrong.
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-    return [one if one == other else "" for one, other in zip(first, again, strict=True)]
 
 
 def _first_samples(dataset: keras.utils.PyDataset) -> list[str]:

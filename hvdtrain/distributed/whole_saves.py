@@ -79,7 +79,8 @@ def _local_path(given: Any, makes_parents: bool) -> Path | None:
         return None
     path = Path(os.path.realpath(given))
     if makes_parents:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # The function says what is wrong.
+            path.parent.mkdir(parents=True, exist_ok=True)
     return path if path.parent.is_dir() else None
 
 

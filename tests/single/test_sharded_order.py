@@ -148,6 +148,11 @@ def test_orders_of_samples_that_are_read(kind, augment, size):
     assert sharded_order.differ([one, orders(kind(OTHER, augment=augment, size=size))])
 
 
+def test_samples_that_have_other_parts_each_time_are_not_compared():
+    parts = iter([1, 2] * 99)
+    assert orders(Batches(augment=lambda x: [x] * next(parts), size=64)) == [[]]
+
+
 def test_reading_samples_changes_no_state_of_generators():
     np.random.seed(1)
     expected = np.random.rand()
