@@ -14,7 +14,7 @@ from keras import layers
 import hvdtrain
 from hvdtrain.callbacks import MetricAverageCallback, distributed
 from hvdtrain.data import Stream, sharded_order
-from hvdtrain.distributed import noted_layers, program_operations, runtime
+from hvdtrain.distributed import program_operations, runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UnequalError, UsageError
 from hvdtrain.optim import made_steps, own_loops, values_of_parts
 from hvdtrain.training.equality.compared_data import compare_data
@@ -74,8 +74,7 @@ SHARDED = {
 
 @pytest.mark.parametrize("is_same", [True, False])
 @pytest.mark.parametrize("kind", SHARDED)
-def test_data_that_ranks_have_in_different_orders(kind, is_same, monkeypatch):
-    monkeypatch.setattr(sharded_order, "_orders", [])
+def test_data_that_ranks_have_in_different_orders(kind, is_same):
     data = SHARDED[kind](np.random.default_rng(7 if is_same else RANK))
     data = {"x": data} if kind != "arrays" else dict(zip("xy", hvdtrain.shard(*data), strict=True))
     model = network()
@@ -122,8 +121,7 @@ PREPARING = {
 
 @pytest.mark.parametrize("is_same", [True, False])
 @pytest.mark.parametrize("kind", PREPARING)
-def test_layers_that_prepare_samples_differently(kind, is_same, monkeypatch):
-    monkeypatch.setattr(noted_layers, "_layers", [])
+def test_layers_that_prepare_samples_differently(kind, is_same):
     layer = PREPARING[kind](slice(None) if is_same else slice(RANK * 4, RANK * 4 + 4))
     finding = compare_data(COLLECTIVES)
     assert (finding is None) == is_same
@@ -131,8 +129,7 @@ def test_layers_that_prepare_samples_differently(kind, is_same, monkeypatch):
         assert f"adapted to the same data on all ranks. Received: different states of {layer.name!r}" in finding.unequal
 
 
-def test_layers_are_compared_again_when_they_have_changed(monkeypatch):
-    monkeypatch.setattr(noted_layers, "_layers", [])
+def test_layers_are_compared_again_when_they_have_changed():
     layer = layers.StringLookup(vocabulary=["a", "b"])
     assert compare_data(COLLECTIVES) is None
     layer.set_vocabulary([f"a{RANK}", "b"])
@@ -143,15 +140,13 @@ def test_layers_are_compared_again_when_they_have_changed(monkeypatch):
     assert compare_data(COLLECTIVES) is None
 
 
-def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed(monkeypatch):
-    monkeypatch.setattr(sharded_order, "_orders", [])
+def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed():
     tf.random.set_seed(None)
     tf.data.Dataset.range(99).shuffle(99).shard(SIZE, RANK)
     assert sharded_order.differ(COLLECTIVES.allgather(sharded_order.noted()))
 
 
-def test_the_order_of_a_data_set_is_noted_once(monkeypatch):
-    monkeypatch.setattr(sharded_order, "_orders", [])
+def test_the_order_of_a_data_set_is_noted_once():
     hvdtrain.shard(tensors(np.random.default_rng(0)))
     assert len(sharded_order.noted()) == 1
 
@@ -181,7 +176,6 @@ EVALUATED = {
 @pytest.mark.parametrize("kind", EVALUATED)
 def test_values_of_each_ranks_samples_in_evaluate_are_announced_once(kind, monkeypatch, capfd):
     monkeypatch.setattr(values_of_parts, "_told", set())
-    monkeypatch.setattr(sharded_order, "_orders", [])
     model = network()
     model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD()), mean_square)
     hvdtrain.broadcast(model)

@@ -17,6 +17,18 @@ class _NoUnconvertedFunctions(logging.Handler):
         assert "AutoGraph could not transform" not in record.getMessage()
 
 
+class _OwnNotes:
+    """A plugin: ranks compare what a case has sharded and adapted, not what the cases before it have."""
+
+    @pytest.fixture(autouse=True)
+    def _own_notes(self, monkeypatch):
+        from hvdtrain.data import sharded_order
+        from hvdtrain.distributed import noted_layers
+
+        monkeypatch.setattr(sharded_order, "_orders", [])
+        monkeypatch.setattr(noted_layers, "_layers", [])
+
+
 def main() -> int:
     names, folder, more = sys.argv[1].split("+"), Path(sys.argv[2]), sys.argv[3:]
     rank = environment.launcher().rank
@@ -31,7 +43,7 @@ def main() -> int:
     # xunit1: properties of a test case are part of it.
     options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
     arguments = [*map(str, files), *options, f"--junitxml={folder / f'rank{rank}.xml'}"]
-    code = pytest.main([*arguments, f"--rootdir={files[0].parent}", *more])
+    code = pytest.main([*arguments, f"--rootdir={files[0].parent}", *more], plugins=[_OwnNotes()])
     if code != 0:
         sys.stdout.flush()
         os._exit(int(code))  # without Horovod's shutdown, which waits for the other ranks
