@@ -13,7 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data import kept_order
+from hvdtrain.data import generated_order, kept_order
+from hvdtrain.data.random_functions import draws_without_seed
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.dataset_inputs import with_inputs
 from hvdtrain.errors import UsageError
@@ -54,8 +55,9 @@ def note(data: Any) -> None:
 
 def _refuse_to_shuffle_without_seed() -> str:
     raise UsageError(
-        "data must be in the same order on all ranks when it is sharded. Received: a data set that is shuffled without "
-        "a seed. Call hvdtrain.init(seed=…) first, pass a seed to shuffle, or shuffle what hvdtrain.shard returns."
+        "data must be in the same order on all ranks when it is sharded. Received: a data set that is shuffled, "
+        "or filtered at random, without a seed. Call hvdtrain.init(seed=…) first, pass a seed, or shuffle what "
+        "hvdtrain.shard returns."
     )
 
 
@@ -71,7 +73,7 @@ def noted() -> list[Order]:
     return [list(each) for each in _orders]
 
 
-def differ(everyone: list[list[Order]]) -> bool:
+def differ(everyone: Sequence[Sequence[Order]]) -> bool:
     """Whether ranks have sharded the same data in different orders.
 
     Args:
@@ -109,6 +111,7 @@ tf.data.Dataset.shard = _note_and_shard
 
 def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[], str]) -> Order:
     """The arrays that a data set is made of, the seeds of its shuffles, and how many data sets it interleaves."""
+    generated_order.note(dataset)
     order = []
     for each in with_inputs(dataset):
         arrays = vars(each).get(tensorflow_internals.DATASET_ARRAYS, [])
@@ -117,6 +120,8 @@ def _order_of_dataset(dataset: tf.data.Dataset, of_unseeded_shuffle: Callable[[]
         if None not in seeds:
             numbers = [int(seed) for seed in seeds]
             order.append(of_unseeded_shuffle() if numbers == [0, 0] else str(numbers))
+        if draws_without_seed(each):
+            order.append(of_unseeded_shuffle())
         if vars(each).get(tensorflow_internals.CYCLE_LENGTH, 1) == tf.data.AUTOTUNE:
             order.append(f"{_default_cycle_length(each)} at once")
     return order

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.distributed.agreement import ranks_text
 from hvdtrain.distributed.collectives import Collectives
+from hvdtrain.distributed.noted_samples import samples_noted
 from hvdtrain.distributed.optimizers import leaves_of
 from hvdtrain.errors import UsageError
 from hvdtrain.optim.data_length import lengths_noted, training_length
@@ -170,7 +171,7 @@ def with_equal_ranks(fit: Callable[..., Any]) -> Callable[..., Any]:
                 tell_of_fit(callbacks)
                 call.arguments["callbacks"] = [*callbacks, RequireEqualRanks(callbacks, collectives)]
         try:
-            with lengths_noted():
+            with lengths_noted(), samples_noted(call.arguments):
                 return fit(*call.args, **call.kwargs)
         finally:
             for each in callbacks if not is_list else ():

@@ -99,6 +99,21 @@ INNER_DATASET = "_impl"
 """The attribute of a data set of files: the data set that reads them, whose inputs it has."""
 DATASET_ARRAYS = "_tensors"
 """The attribute of a data set that is made of tensors."""
+COMPLETE_DATASETS = (
+    "_TensorSliceDataset",
+    "_ZipDataset",
+    "_ShuffleDataset",
+    "_RepeatDataset",
+    "CacheDataset",
+    "_MapDataset",
+    "_ParallelMapDataset",
+    "_BatchDataset",
+    "_ParallelBatchDataset",
+    "_PaddedBatchDataset",
+    "_PrefetchDataset",
+    "_OptionsDataset",
+)
+"""Classes of data sets that have all elements of the data sets that they are made of."""
 DATASET_ORDER = "_deterministic"
 """The attribute of a data set that an operation with an argument ``deterministic`` makes: default, true or false."""
 INTERLEAVED = ImportedSeam(
@@ -109,6 +124,8 @@ INTERLEAVED = ImportedSeam(
 )
 CYCLE_LENGTH = "_cycle_length"
 """The attribute of a data set that interleaves others: how many at once."""
+FILTER_FUNCTION, MAP_FUNCTION = "_predicate", "_map_func"
+"""Attributes of data sets that have functions: that of ``filter``, and those of ``map``, ``interleave`` and others."""
 SHUFFLE_SEEDS = ("_seed", "_seed2")
 """Attributes of a data set that shuffles; 0: no seed."""
 NO_INLINE = {"_noinline": True}

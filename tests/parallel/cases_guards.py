@@ -17,7 +17,9 @@ from hvdtrain.data import Stream, sharded_order
 from hvdtrain.distributed import program_operations, runtime
 from hvdtrain.errors import DisagreementError, DivergenceError, UnequalError, UsageError
 from hvdtrain.optim import made_steps, own_loops, values_of_parts
+from hvdtrain.training.equality import scheduled_check
 from hvdtrain.training.equality.compared_data import compare_data
+from hvdtrain.training.equality.step_check import Finding
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
@@ -26,6 +28,32 @@ def test_the_same_batches_are_told_of_also_without_checks(is_sharded, monkeypatc
     fit(network(), x=X if is_sharded else FEATURES[: len(X)], y=Y if is_sharded else TARGETS[: len(X)])
     told = "ranks must train on different samples. Received: the same batch on every rank" in capfd.readouterr().err
     assert told == (RANK == 0 and SIZE > 1 and not is_sharded)
+
+
+DIVIDED = {
+    "parts": (lambda random: random(0).permutation(len(FEATURES))[RANK::SIZE], None),
+    "parts of other orders": (
+        lambda random: random(RANK).permutation(len(FEATURES))[RANK::SIZE],
+        "hvdtrain: the ranks' parts of the data overlap: several ranks train on ",
+    ),
+    "nothing": (
+        lambda random: random(RANK).permutation(len(FEATURES)),
+        f"hvdtrain: every rank trains on all of the {len(FEATURES)} samples, and not on a part of them. {SIZE} ranks ",
+    ),
+}
+
+
+@pytest.mark.parametrize("on_unequal", ["stop", "ignore"])
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_samples_that_are_not_divided_are_told_of_once(kind, on_unequal, monkeypatch, capfd):
+    monkeypatch.setattr(runtime, "on_unequal", lambda: on_unequal)
+    choose, expected = DIVIDED[kind]
+    chosen = choose(np.random.default_rng)
+    fit(network(), x=FEATURES[chosen], y=TARGETS[chosen], epochs=40)
+    lines = capfd.readouterr().err.splitlines()
+    told = [line for line in lines if "of the data overlap" in line or "all of the" in line]
+    assert len(told) == (RANK == 0 and expected is not None)
+    assert all(line.startswith(expected) for line in told)
 
 
 @pytest.mark.parametrize("on_unequal", ["stop", "ignore"])
@@ -88,6 +116,27 @@ def test_data_that_ranks_have_in_different_orders(kind, is_same):
 
 
 @pytest.mark.parametrize(
+    "shard", [hvdtrain.shard, lambda dataset: dataset.shard(SIZE, RANK)], ids=["shard", "one's own"]
+)
+@pytest.mark.parametrize("is_same", [True, False])
+def test_generators_that_yield_in_different_orders_are_told_of_once(is_same, shard, monkeypatch, capfd):
+    monkeypatch.setattr(scheduled_check, "_MAX_SHARE_OF_TIME", 1e9)  # The check is repeated after 16 steps.
+    random = np.random.default_rng(7 if is_same else RANK)
+
+    def samples():
+        for each in random.permutation(len(FEATURES)):
+            yield FEATURES[each], TARGETS[each]
+
+    signature = tuple(tf.TensorSpec(each.shape[1:], each.dtype) for each in (FEATURES, TARGETS))
+    data = shard(tf.data.Dataset.from_generator(samples, output_signature=signature))
+    fit(network(), x=data.batch(BATCH, drop_remainder=True), y=None, epochs=20)
+    told = capfd.readouterr().err.count(
+        "hvdtrain: a generator yields other elements on other ranks, before hvdtrain.shard"
+    )
+    assert told == (RANK == 0 and not is_same)
+
+
+@pytest.mark.parametrize(
     "shard", [hvdtrain.shard, lambda dataset: dataset.shard(SIZE, RANK), Stream], ids=["shard", "one's own", "Stream"]
 )
 def test_elements_in_the_order_in_which_they_are_ready(shard):
@@ -124,20 +173,20 @@ PREPARING = {
 def test_layers_that_prepare_samples_differently(kind, is_same):
     layer = PREPARING[kind](slice(None) if is_same else slice(RANK * 4, RANK * 4 + 4))
     finding = compare_data(COLLECTIVES)
-    assert (finding is None) == is_same
-    if finding is not None:
+    assert (finding == Finding({})) == is_same
+    if not is_same:
         assert f"adapted to the same data on all ranks. Received: different states of {layer.name!r}" in finding.unequal
 
 
 def test_layers_are_compared_again_when_they_have_changed():
     layer = layers.StringLookup(vocabulary=["a", "b"])
-    assert compare_data(COLLECTIVES) is None
+    assert compare_data(COLLECTIVES) == Finding({})
     layer.set_vocabulary([f"a{RANK}", "b"])
     with pytest.raises(UnequalError, match=r"Received: different states of 'string_lookup.*', so that ranks prepare"):
         fit(network())
     del layer
     gc.collect()
-    assert compare_data(COLLECTIVES) is None
+    assert compare_data(COLLECTIVES) == Finding({})
 
 
 def test_a_shard_of_ones_own_that_is_shuffled_without_a_seed():

@@ -22,10 +22,11 @@ class _OwnNotes:
 
     @pytest.fixture(autouse=True)
     def _own_notes(self, monkeypatch):
-        from hvdtrain.data import sharded_order
+        from hvdtrain.data import generated_order, sharded_order
         from hvdtrain.distributed import noted_layers
 
         monkeypatch.setattr(sharded_order, "_orders", [])
+        monkeypatch.setattr(generated_order, "_of_sharded", [])
         monkeypatch.setattr(noted_layers, "_layers", [])
 
 

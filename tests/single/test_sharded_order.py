@@ -31,7 +31,7 @@ def test_a_shuffle_without_a_seed_is_refused_before_it_is_sharded():
     sharded_order.note((dataset.shuffle(9, seed=3).batch(3),))
     shuffled = dataset.shuffle(9, seed=0).batch(3)  # The seed of TensorFlow may be set in this process.
     vars(shuffled._input_dataset).update(_seed=tf.constant(0, tf.int64), _seed2=tf.constant(0, tf.int64))
-    with pytest.raises(UsageError, match="shuffled without a seed"):
+    with pytest.raises(UsageError, match="shuffled, or filtered at random, without a seed"):
         sharded_order.note((shuffled,))
 
 

@@ -1,11 +1,12 @@
-"""Compares the order of the data that ranks have sharded, and the layers that prepare it."""
+"""Compares the data of the ranks: its order when it is sharded, the layers that prepare it, and its samples."""
 
 from collections.abc import Sequence
 
-from hvdtrain.data import sharded_order
-from hvdtrain.distributed import noted_layers
+from hvdtrain.data import generated_order, sharded_order
+from hvdtrain.distributed import noted_layers, noted_samples
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.system.terminal import some_of
+from hvdtrain.training.equality.compared_samples import overlap_of
 from hvdtrain.training.equality.step_check import Finding
 
 _OTHER_ORDER = (
@@ -13,20 +14,26 @@ _OTHER_ORDER = (
     "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle each rank's "
     "part, and pass cycle_length to interleave: its default is the number of cores of a rank"
 )
+_OTHER_ELEMENTS = (
+    "a generator yields other elements on other ranks, before hvdtrain.shard divides them. If it shuffles, some "
+    "samples are seen twice, and others never: call hvdtrain.init(seed=…) before it draws numbers, and pass a seed to "
+    "np.random.default_rng."
+)
 _OTHER_LAYERS = (
     "layers must be adapted to the same data on all ranks. Received: different states of {names}, so that ranks "
     "prepare samples differently. Adapt layers, or set their vocabulary, before hvdtrain.shard"
 )
 
 
-def compare_data(collectives: Collectives) -> Finding | None:
-    """What is wrong with the data of the ranks; None: nothing. All ranks must call it."""
-    everyone = collectives.allgather((sharded_order.noted(), noted_layers.noted()))
-    if sharded_order.differ([orders for orders, _ in everyone]):
+def compare_data(collectives: Collectives) -> Finding:
+    """What is wrong with the data of the ranks. All ranks must call it."""
+    own = sharded_order.noted(), noted_layers.noted(), generated_order.noted(), noted_samples.take()
+    orders, layers, generated, samples = zip(*collectives.allgather(own), strict=True)
+    if sharded_order.differ(orders):
         return Finding({}, unequal=_OTHER_ORDER)
-    if names := _differing([layers for _, layers in everyone]):
+    if names := _differing(layers):
         return Finding({}, unequal=_OTHER_LAYERS.format(names=some_of([repr(name) for name in names])))
-    return None
+    return Finding({}, noted=_OTHER_ELEMENTS if generated_order.differ(generated) else overlap_of(samples))
 
 
 def _differing(everyone: Sequence[Sequence[noted_layers.Noted]]) -> list[str]:

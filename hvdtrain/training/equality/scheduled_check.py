@@ -63,7 +63,7 @@ class ScheduledCheck:
         self._is_due = False
         self._is_over = False
         self._num_checks = 0
-        self._has_noted = False
+        self._has_noted = self._has_noted_data = False
 
     def before_call(self) -> None:
         """Before a call; all ranks must make it."""
@@ -98,11 +98,15 @@ class ScheduledCheck:
         if any(self._collectives.allgather(batch is None)):
             return  # The call has made its step without a batch of this rank.
         self._is_due = False
-        finding = compare_data(self._collectives) or self._check.run(batch)
+        of_data = compare_data(self._collectives)
+        finding = self._check.run(batch) if of_data.unequal is None else of_data
         self._num_checks += 1
         self._has_checked = True
         self._last_check_s = time.monotonic()
         self._last_check_took_s = self._last_check_s - begin_s
+        if of_data.noted is not None and not self._has_noted_data:
+            self._has_noted_data = True
+            self._tell(of_data.noted)
         self._act(finding)
 
     def _act(self, finding: Finding) -> None:

@@ -12,6 +12,7 @@ from hvdtrain.errors import EndOfCheckedSteps, UnequalError
 from hvdtrain.optim.only_checks import end_if_only_checking, print_comparison
 from hvdtrain.optim.own_loops import note_verified_step
 from hvdtrain.system import environment
+from hvdtrain.system.terminal import write
 from hvdtrain.training.equality.compared_data import compare_data
 from hvdtrain.training.equality.step_check import Finding, StepCheck
 
@@ -45,7 +46,10 @@ def verify(
     collectives = collectives or runtime.current().collectives
     if collectives.size == 1:
         return Finding({}, unchecked="there is one rank")
-    finding = compare_data(collectives) or StepCheck(step, model, collectives).run(batch)
+    of_data = compare_data(collectives)
+    finding = StepCheck(step, model, collectives).run(batch) if of_data.unequal is None else of_data
+    if of_data.noted is not None and collectives.rank == 0:
+        write(f"hvdtrain: {of_data.noted}")
     if finding.unequal is not None:
         raise UnequalError(f"{finding.unequal}.")
     if finding.unchecked is not None:
