@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.distributed import gpu_sharing
+from hvdtrain.distributed.cache_files import separate_cache_files
 from hvdtrain.distributed.collectives import Collectives
 from hvdtrain.distributed.config import GpuConfig
 from hvdtrain.distributed.elastic import ElasticCollectives
@@ -124,6 +125,7 @@ def _start(
         collectives = HorovodCollectives(launcher)
     if collectives.size > 1 or collectives.may_change:
         share_downloads()
+        separate_cache_files(collectives)
         save_whole(collectives)
     device = devices.configure_devices(
         collectives.local_rank, collectives.local_size, threads, launcher.bound_to_cores, gpus.gpu_memory

@@ -14,7 +14,7 @@ JOBS = {
     ("faults+few_bits", 2): 27,
     ("callbacks+metrics", 2): 50,
     ("fit+differing_ranks+equality+different_sizes+guards+own_operations+idle_ranks", 2): 86,
-    ("after_training+own_values+keras_downloads", 2): 73,
+    ("after_training+own_values+keras_downloads+cache_files", 2): 73,
     ("resume", 2): 12,
     ("local_sgd+local_members+rounds", 2): 57,
     ("subsets", 4): 13,
@@ -28,7 +28,7 @@ LONG_JOBS |= {("sharded_optimizer", 2): 43, ("compression+sharded_optimizer", 4)
 LONG_JOBS |= {("options", 1): 22, ("optimizer+balancing", 4): 44, ("numerics+large_messages", 2): 42, ("quorum", 2): 22}
 LONG_JOBS |= {
     ("fit+differing_ranks+equality+different_sizes+guards+own_operations+idle_ranks", 4): 51,
-    ("after_training+own_values+keras_downloads", 3): 73,
+    ("after_training+own_values+keras_downloads+cache_files", 3): 73,
     ("local_sgd+local_members+rounds", 4): 60,
     ("numerics+large_messages", 4): 36,
     ("resume", 4): 15,
