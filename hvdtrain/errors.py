@@ -10,6 +10,9 @@ class HvdtrainError(Exception):
 class UsageError(HvdtrainError, ValueError):
     """A flag, configuration key or argument is invalid. Exit code 64."""
 
+    # AutoGraph raises errors that have it in their own class: those of a step within tf.function.
+    __init__ = Exception.__init__
+
     exit_code = 64
 
 

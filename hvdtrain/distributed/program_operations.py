@@ -15,6 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvdtrain.distributed.step_variables import outside_of_step
+from hvdtrain.errors import UsageError
+from hvdtrain.seams import tensorflow_internals
 from hvdtrain.seams.horovod_internals import OPERATIONS
 
 OWN = "hvdtrain_"
@@ -48,8 +50,12 @@ def run_operations_late() -> None:
 
 
 def _run_late(function: Callable[..., Any]) -> Callable[..., Any]:
+    # AutoGraph finds no source of Horovod's function, and would warn of it.
+    @tf.autograph.experimental.do_not_convert
     @functools.wraps(function)
     def operation(inputs: Any, *arguments: Any, name: str | None = None, **named: Any) -> Any:
+        if not tf.executing_eagerly():
+            _require_no_xla()
         if (name or "").startswith(OWN):
             return function(inputs, *arguments, name=name, **named)
         note_own_reduction()
@@ -63,6 +69,15 @@ def _run_late(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return operation
+
+
+def _require_no_xla() -> None:
+    if tensorflow_internals.IS_COMPILED_BY_XLA.value()(tf.compat.v1.get_default_graph()):
+        raise UsageError(
+            "ranks must communicate outside of functions that XLA compiles. Received: a reduction of gradients, or "
+            "another operation of Horovod, within tf.function(jit_compile=True). Compile a function that returns "
+            "gradients, and pass them to the optimizer's apply outside of it."
+        )
 
 
 def note_own_reduction() -> None:

@@ -128,5 +128,11 @@ FILTER_FUNCTION, MAP_FUNCTION = "_predicate", "_map_func"
 """Attributes of data sets that have functions: that of ``filter``, and those of ``map``, ``interleave`` and others."""
 SHUFFLE_SEEDS = ("_seed", "_seed2")
 """Attributes of a data set that shuffles; 0: no seed."""
+IS_COMPILED_BY_XLA = ImportedSeam(
+    "tensorflow.python.ops.control_flow_util",
+    "GraphOrParentsInXlaContext",
+    "tells whether XLA will compile the function that is traced",
+    library="tensorflow",
+)
 NO_INLINE = {"_noinline": True}
 """Attributes of a function that stays one operation in the graph that calls it."""

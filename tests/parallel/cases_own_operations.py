@@ -4,10 +4,11 @@ import horovod.tensorflow as hvd
 import keras
 import pytest
 import tensorflow as tf
-from compared_programs import RANK, fit, mean_square, network
+from compared_programs import RANK, SIZE, X, Y, fit, mean_square, network
 from keras import ops
 from noted_findings import noted_findings
 
+import hvdtrain
 from hvdtrain.errors import UnequalError, UsageError
 
 
@@ -71,3 +72,45 @@ def test_ranks_have_operations_of_the_same_names():
         network()
     with pytest.raises(UsageError, match="Horovod's operations in a step must have the same names on all ranks"):
         fit(network(kind=Gathers))
+
+
+def reduce_by_optimizer(model, compute, **options):
+    @tf.function(**options)
+    def step(x, y):
+        gradients = compute(x, y)
+        model.optimizer.apply(gradients, model.trainable_variables)
+
+    return step
+
+
+def reduce_by_tape(model, compute, **options):
+    @tf.function(**options)
+    def step(x, y):
+        with hvdtrain.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x)))
+        return tape.gradient(loss, model.trainable_variables)
+
+    return step
+
+
+def reduce_by_operation(model, compute, **options):
+    return tf.function(lambda x, y: hvd.allreduce(tf.reduce_mean(model(x))), **options)
+
+
+@pytest.mark.parametrize("make_step", [reduce_by_optimizer, reduce_by_tape, reduce_by_operation])
+def test_ranks_cannot_communicate_within_what_xla_compiles(make_step):
+    model = network()
+    model.compile(hvdtrain.DistributedOptimizer(keras.optimizers.SGD(0.01)))
+    hvdtrain.broadcast(model)
+
+    @tf.function(jit_compile=True)
+    def compute(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mean_square(y, model(x)))
+        return tape.gradient(loss, model.trainable_variables)
+
+    if SIZE > 1:
+        # The class, too, although AutoGraph raises its errors anew.
+        with pytest.raises(UsageError, match=r"outside of functions that XLA compiles\. Received: a reduction"):
+            make_step(model, compute, jit_compile=True)(X, Y)
+    make_step(model, compute)(X, Y)
