@@ -1,6 +1,5 @@
 """Trains Keras 3 models on multiple processes with Horovod's ring allreduce, with the updates of one process."""
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -182,10 +181,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         from hvdtrain.system import horovod_names
 
-        closest = difflib.get_close_matches(name, __all__, n=1)
-        hint = f". Did you mean {closest[0]}?" if closest else ""
-        if (replacement := horovod_names.replacement(name)) is not None:
-            hint = f". Instead of Horovod's {name}, use {replacement}"
+        replacement = horovod_names.replacement(name)
+        hint = "" if replacement is None else f". Instead of Horovod's {name}, use {replacement}"
+        # Python itself suggests names that are similar.
         raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}{hint}")
     if name not in _WITHOUT_TENSORFLOW:
         from hvdtrain.system.tensorflow_start import import_tensorflow
