@@ -3,7 +3,7 @@
 import hashlib
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import keras
@@ -54,6 +54,7 @@ def broadcast(
     if not isinstance(model, keras.Model) and isinstance(model, tf.Module):
         model = model.variables
     if isinstance(model, list | tuple) and all(isinstance(each, keras.Variable | tf.Variable) for each in model):
+        _require_same_shapes(model, lambda: _structure("", model), "variables", collectives)
         collectives.broadcast([resource_of(variable) for variable in whole_variables(model)])
         share_seeds(model, collectives)
         return
@@ -66,10 +67,11 @@ def broadcast(
     build_optimizer(model)
     _report_foreign_variables(model, collectives)
     share_adapted_layers(model, collectives)
-    _require_same_shapes(model, collectives)
+    own = [*model.variables, *optimizer_variables(model)]
+    _require_same_shapes(own, lambda: structure(model), "model", collectives)
     # On one rank nothing changes: Keras makes its global generator with the first draw.
     global_streams = [global_stream()] if collectives.size > 1 else []
-    variables = [*whole_variables([*model.variables, *optimizer_variables(model)]), *global_streams]
+    variables = [*whole_variables(own), *global_streams]
     collectives.broadcast([variable.value for variable in variables])
     share_seeds(model.weights, collectives)
     note_equal_counters(model)
@@ -78,12 +80,18 @@ def broadcast(
         variable.assign(own_random_stream(variable.numpy(), collectives.rank))
 
 
-def _require_same_shapes(model: keras.Model, collectives: Collectives) -> None:
-    variables = whole_variables([*model.weights, *optimizer_variables(model)])
-    everyone = gather_distinct([(tuple(each.shape), each.dtype) for each in variables], collectives)
+def _require_same_shapes(
+    variables: Sequence[keras.Variable | tf.Variable],
+    structure: Callable[[], dict[str, str]],
+    what: str,
+    collectives: Collectives,
+) -> None:
+    everyone = gather_distinct([_shape(each) for each in whole_variables(variables)], collectives)
     # Names may differ, and only help to find what has another shape.
     if any(each != everyone[0] for each in everyone):
-        require_agreement("model", structure(model), collectives, remedy="Build it from what all ranks have in common.")
+        require_agreement(
+            what, structure(), collectives, remedy=f"Build the {what} from what all ranks have in common."
+        )
 
 
 def _report_foreign_variables(model: keras.Model, collectives: Collectives) -> None:
@@ -163,12 +171,18 @@ def structure(model: keras.Model) -> dict[str, str]:
 
     Without the numbers in automatic names: a rank may have made other models or optimizers before.
     """
-    variables = [("model", model.weights), ("optimizer", optimizer_variables(model))]
+    return {**_structure("model ", model.variables), **_structure("optimizer ", optimizer_variables(model))}
+
+
+def _structure(owner: str, variables: Sequence[keras.Variable | tf.Variable]) -> dict[str, str]:
     return {
-        f"{owner} variable {i}": f"{_NUMBER.sub('', variable.path)} {tuple(variable.shape)} {variable.dtype}"
-        for owner, group in variables
-        for i, variable in enumerate(group)
+        f"{owner}variable {i}": f"{_NUMBER.sub('', path_of(variable))} {_shape(variable)}"
+        for i, variable in enumerate(variables)
     }
+
+
+def _shape(variable: keras.Variable | tf.Variable) -> str:
+    return f"{tuple(variable.shape)} {tf.as_dtype(variable.dtype).name}"
 
 
 def share_statistics(model: keras.Model, collectives: Collectives) -> list[tuple[keras.Variable, np.ndarray]]:

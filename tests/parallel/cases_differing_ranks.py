@@ -69,6 +69,33 @@ def test_models_of_other_shapes_are_refused_before_they_are_broadcast():
         hvdtrain.broadcast(model)
 
 
+OTHER_VARIABLES = {
+    "a stream of random numbers": (
+        lambda: keras.Sequential([layers.Input((6,)), layers.Dense(2), layers.Dropout(0.5 * IS_ODD)]),
+        r"the same model\. Received: model variable 2: missing on ranks? 0.*, '.*seed_generator_state \(2,\) int64' on",
+    ),
+    "as many numbers": (
+        lambda: [tf.Variable(tf.zeros([2, 3] if IS_ODD else [3, 2]), name="table")],
+        r"the same variables\. Received: variable 0: 'table:0 \(3, 2\) float32' on ranks? 0.*, 'table:0 \(2, 3\)",
+    ),
+    "one more": (
+        lambda: [tf.Variable(0.0) for _ in range(1 + IS_ODD)],
+        r"the same variables\. Received: variable 1: missing on ranks? 0.*, 'Variable:0 \(\) float32' on",
+    ),
+    "another dtype": (
+        lambda: [keras.Variable([0.0, 0.0], dtype="float32" if IS_ODD else "int32", name="counts")],
+        r"the same variables\. Received: variable 0: 'counts \(2,\) int32' on ranks? 0.*, 'counts \(2,\) float32'",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_VARIABLES)
+def test_other_variables_are_refused_before_they_are_broadcast(kind):
+    make, found = OTHER_VARIABLES[kind]
+    with pytest.raises(DisagreementError, match=f"all ranks must have {found}"):
+        hvdtrain.broadcast(make())
+
+
 # The loss of ignore_class is reduced in the forward pass, before any gradient.
 MODELS = {
     "graph": {},
