@@ -1,5 +1,7 @@
 """Functions of a ``tf.data.Dataset`` that draw its order, or which elements it has."""
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from hvdtrain.seams import tensorflow_internals
@@ -10,11 +12,16 @@ def draws_without_seed(dataset: tf.data.Dataset) -> bool:
 
     Those that ``map`` draws change elements, as augmentation does, and not which element is which.
     """
-    predicate = vars(dataset).get(tensorflow_internals.FILTER_FUNCTION)
-    if predicate is not None:
-        return any(_is_random(operation) for operation in predicate.function.graph.get_operations())
-    function = vars(dataset).get(tensorflow_internals.MAP_FUNCTION)
-    return function is not None and any(_shuffles(operation) for operation in function.function.graph.get_operations())
+    return _has(dataset, tensorflow_internals.FILTER_FUNCTION, _is_random) or _has(
+        dataset, tensorflow_internals.MAP_FUNCTION, _shuffles
+    )
+
+
+def _has(dataset: tf.data.Dataset, attribute: str, is_found: Callable[[tf.Operation], bool]) -> bool:
+    function = vars(dataset).get(attribute)
+    # Those of filter_with_legacy_function have none.
+    graph = None if function is None else getattr(function.function, "graph", None)
+    return graph is not None and any(is_found(operation) for operation in graph.get_operations())
 
 
 def _is_random(operation: tf.Operation) -> bool:
