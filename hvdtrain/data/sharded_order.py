@@ -18,6 +18,7 @@ from hvdtrain.data.random_functions import draws_without_seed
 from hvdtrain.distributed import runtime
 from hvdtrain.distributed.dataset_inputs import with_inputs
 from hvdtrain.errors import UsageError
+from hvdtrain.optim.values_of_parts import is_part, note_parts
 from hvdtrain.seams import tensorflow_internals
 from hvdtrain.system import cores
 
@@ -35,8 +36,9 @@ def note(data: Any) -> None:
     """Notes the order of data that is about to be sharded.
 
     Raises:
-        UsageError: it is shuffled without a seed.
+        UsageError: it is shuffled without a seed, or a part of the data already.
     """
+    _require_whole(data)
     order = []
     for each in tf.nest.flatten(data):
         if isinstance(each, tf.data.Dataset):
@@ -51,6 +53,14 @@ def note(data: Any) -> None:
         elif hasattr(each, "__getitem__") and hasattr(each, "__len__") and not isinstance(each, str | bytes):
             order += _repeated(functools.partial(_some_samples, each))
     _orders.append(order)
+
+
+def _require_whole(data: Any) -> None:
+    if is_part(data):
+        raise UsageError(
+            "data must be sharded once. Received: this rank's part of data that is sharded already, of which it would "
+            "take a part: the other samples would never be seen. Leave out hvdtrain.shard, or tf.data.Dataset.shard."
+        )
 
 
 def _refuse_to_shuffle_without_seed() -> str:
@@ -99,10 +109,14 @@ def _note_and_shard(self: tf.data.Dataset, num_shards: Any, index: Any, name: st
     # Within a graph, such as that of interleave, arrays and seeds have no values.
     if collectives.size > 1 and tf.executing_eagerly() and (num_shards, index) == (collectives.size, collectives.rank):
         # Shuffled without a seed, a data set has an order that no other rank has.
+        _require_whole(self)
         order = _order_of_dataset(self, of_unseeded_shuffle=lambda: uuid.uuid4().hex)
         self = kept_order.in_order(self)
         kept_order.note_shard(self)
         _orders.append(order)
+        part = shard_without_note(self, num_shards, index, name)
+        note_parts(part)
+        return part
     return shard_without_note(self, num_shards, index, name)
 
 

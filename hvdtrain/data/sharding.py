@@ -33,8 +33,8 @@ def shard(*data: Any, drop_remainder: bool = True) -> Any:
 
     Raises:
         DataError: arrays differ in their number of samples, or there are fewer than ranks.
-        UsageError: the data cannot be sharded, or it is shuffled without a seed, so that ranks would not see all of
-            it. (Other differences in order are found when training begins.)
+        UsageError: the data cannot be sharded, or it is shuffled without a seed or sharded already, so that ranks
+            would not see all of it. (Other differences in order are found when training begins.)
     """
     topology = runtime.current().topology
     if topology.size > 1:

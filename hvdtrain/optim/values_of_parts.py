@@ -26,10 +26,17 @@ _told: set[str] = set()
 
 
 def note_parts(parts: Any) -> None:
-    """Notes what ``hvdtrain.shard`` returns."""
+    """Notes what ``hvdtrain.shard`` or ``tf.data.Dataset.shard`` returns."""
     for each in tf.nest.flatten(parts):
         with contextlib.suppress(TypeError):  # Lists cannot be referred to.
             _parts[id(each)] = each
+
+
+def is_part(data: Any) -> bool:
+    """Whether data is, or is made of, what this rank has taken as its part."""
+    flat = tf.nest.flatten(data)
+    made_of = [every for each in flat if isinstance(each, tf.data.Dataset) for every in with_inputs(each)]
+    return any(id(each) in _parts for each in [*flat, *made_of])
 
 
 def tell_of_fit(callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -40,9 +47,7 @@ def tell_of_fit(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 
 def tell_of_evaluate(x: Any) -> None:
     """At a ``model.evaluate`` without ``hvdtrain.callbacks.distributed``."""
-    flat = tf.nest.flatten(x)
-    made_of = [every for each in flat if isinstance(each, tf.data.Dataset) for every in with_inputs(each)]
-    if any(id(each) in _parts for each in [*flat, *made_of]):
+    if is_part(x):
         _tell(_OF_EVALUATE)
 
 

@@ -136,6 +136,29 @@ def test_generators_that_yield_in_different_orders_are_told_of_once(is_same, sha
     assert told == (RANK == 0 and not is_same)
 
 
+OF_PARTS = {
+    "arrays": lambda: hvdtrain.shard(*hvdtrain.shard(FEATURES, TARGETS)),
+    "data sets": lambda: hvdtrain.shard(hvdtrain.shard(tf.data.Dataset.range(99)).batch(2)),
+    "a shard of one's own, first": lambda: hvdtrain.shard(tf.data.Dataset.range(99).shard(SIZE, RANK).map(tf.identity)),
+    "a shard of one's own, later": lambda: hvdtrain.shard(tf.data.Dataset.range(99)).shard(SIZE, RANK),
+    "shards of one's own": lambda: tf.data.Dataset.range(99).shard(SIZE, RANK).batch(2).shard(SIZE, RANK),
+    "a PyDataset": lambda: hvdtrain.shard(hvdtrain.shard(ShuffledBatches(np.random.default_rng(0)))),
+}
+
+
+@pytest.mark.parametrize("kind", OF_PARTS)
+def test_parts_are_not_sharded_again(kind):
+    with pytest.raises(UsageError, match=r"data must be sharded once\. Received: this rank's part"):
+        OF_PARTS[kind]()
+
+
+def test_the_same_data_is_sharded_several_times():
+    numbers = tf.data.Dataset.range(99)
+    for shard in (hvdtrain.shard, lambda whole: whole.shard(SIZE, RANK)):
+        assert len(shard(numbers)) == len(shard(numbers))
+    numbers.shard(SIZE, RANK).shard(SIZE + 1, 0)  # one of several folds
+
+
 @pytest.mark.parametrize(
     "shard", [hvdtrain.shard, lambda dataset: dataset.shard(SIZE, RANK), Stream], ids=["shard", "one's own", "Stream"]
 )

@@ -10,9 +10,10 @@ from hvdtrain.training.equality.compared_samples import overlap_of
 from hvdtrain.training.equality.step_check import Finding
 
 _OTHER_ORDER = (
-    "data must be in the same order on all ranks when it is sharded. Received: different orders, so that some samples "
-    "are seen twice, and others never. Call hvdtrain.init(seed=…) before the data is shuffled, or shuffle each rank's "
-    "part, and pass cycle_length to interleave: its default is the number of cores of a rank"
+    "data must be in the same order on all ranks when it is sharded. Received: different orders, or parts, so that "
+    "some samples are seen twice, and others never. Shard all of the data, not what a rank has taken of it; call "
+    "hvdtrain.init(seed=…) before it is shuffled, or shuffle each rank's part; and pass cycle_length to interleave: "
+    "its default is the number of cores of a rank"
 )
 _OTHER_ELEMENTS = (
     "a generator yields other elements on other ranks, before hvdtrain.shard divides them. If it shuffles, some "
