@@ -45,6 +45,7 @@ print("FOUND", json.dumps([len(tf.config.list_physical_devices("GPU")), errors])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_complete", [True, False], ids=["complete", "incomplete"])
 def test_tensorflow_lists_a_gpu(is_complete, tmp_path):
     """Without the packages themselves (1.5 GB): their folders, but for cuSOLVER's, are in LD_LIBRARY_PATH."""

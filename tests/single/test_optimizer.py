@@ -28,6 +28,7 @@ SHIPPED = sorted(
     for name, member in vars(keras.optimizers).items()
     if isinstance(member, type) and issubclass(member, keras.optimizers.Optimizer) and name not in PLAIN
 )
+USUAL = ("Adam", "AdamW", "RMSprop", "SGD")
 
 
 def make_model() -> keras.Model:
@@ -50,7 +51,9 @@ def test_all_of_keras_is_covered():
     assert len(SHIPPED) >= 12
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in USUAL else pytest.mark.slow) for each in SHIPPED]
+)
 def test_bit_identical_to_the_plain_optimizer(name, monkeypatch):
     make = getattr(keras.optimizers, name)
     options = {"global_clipnorm": 0.5, "use_ema": True}

@@ -168,6 +168,7 @@ def test_large_sparse_gradients_are_updated_without_xla(monkeypatch):
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_what_xla_cannot_compile_is_trained_without_it_by_default(monkeypatch):
     expected, _ = trained(make_model(more=lambda: [AsksPython()]), jit_compile=False)
     with pytest.raises(UsageError, match=r"XLA cannot compile this model: .*PyFunc.*Set jit_compile=False"):
@@ -180,6 +181,7 @@ def test_what_xla_cannot_compile_is_trained_without_it_by_default(monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
