@@ -103,7 +103,8 @@ def _move(path: Path, target: Path) -> None:
     """Moves a file or a folder to its place, where a folder keeps the other files that it has."""
     if not path.is_dir():
         commit(path, target)
-    elif target.is_dir() and _names_in(target) - _names_in(path):
+    # Within its target, a folder lies beside those that other ranks are writing.
+    elif target in path.parents or (target.is_dir() and _names_in(target) - _names_in(path)):
         for each in sorted(path.iterdir()):
             _move(each, target / each.name)
     else:

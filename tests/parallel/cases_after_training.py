@@ -15,7 +15,7 @@ from tensorflow.python.lib.io import file_io
 
 import hvdtrain
 from hvdtrain.data import Arrays, Data
-from hvdtrain.distributed import runtime
+from hvdtrain.distributed import runtime, whole_saves
 from hvdtrain.errors import DisagreementError, JobError, UsageError
 
 TOPOLOGY = hvdtrain.init(seed=0, gpus=SHARED_GPUS)
@@ -364,6 +364,13 @@ def test_an_export_to_a_folder_that_cannot_be_replaced(limit, folder, monkeypatc
     else:
         monkeypatch.setattr(os, "access", lambda at, mode: Path(at) != folder)  # Tests may be run by root.
     inode = path.stat().st_ino
+    names_below = whole_saves._names_in
+
+    def names_below_what_no_rank_writes_in(folder):
+        assert folder != path  # What other ranks write there disappears meanwhile.
+        return names_below(folder)
+
+    monkeypatch.setattr(whole_saves, "_names_in", names_below_what_no_rank_writes_in)
     COLLECTIVES.barrier()
     model = compiled()
     hvdtrain.broadcast(model)
