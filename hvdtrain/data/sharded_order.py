@@ -108,8 +108,8 @@ def _note_and_shard(self: tf.data.Dataset, num_shards: Any, index: Any, name: st
     collectives = runtime.collectives()
     # Within a graph, such as that of interleave, arrays and seeds have no values.
     if collectives.size > 1 and tf.executing_eagerly() and (num_shards, index) == (collectives.size, collectives.rank):
-        # Shuffled without a seed, a data set has an order that no other rank has.
         _require_whole(self)
+        # Shuffled without a seed, a data set has an order that no other rank has.
         order = _order_of_dataset(self, of_unseeded_shuffle=lambda: uuid.uuid4().hex)
         self = kept_order.in_order(self)
         kept_order.note_shard(self)
